@@ -15,9 +15,8 @@ import torch
 
 from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators import dispatch, registry
-from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, signature_of, tensors_in
-from dtckpt.dtensor.operators.operands import unshare
-from dtckpt.dtensor.operators.plans import Plan, ReplicationPlan, RulePlan, finish_write, run_on_meta
+from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, run_on_meta, signature_of, tensors_in
+from dtckpt.dtensor.operators.plans import Plan, ReplicationPlan, RulePlan, finish_write, prepare_write
 from dtckpt.dtensor.operators.rule import Factors, Rule
 from dtckpt.dtensor.operators.strategy import Choice, has_no_empty_piece, move_cost
 from dtckpt.dtensor.tensor import DTensor
@@ -164,7 +163,7 @@ class _RowPlan(RulePlan):
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         for tensor in self._written(args, kwargs):
-            unshare(tensor)
+            prepare_write(tensor, self.func)
         return super()._run(args, kwargs, tensors)
 
     def _written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor]:
@@ -176,7 +175,7 @@ class _RowPlan(RulePlan):
         returned = len(self._results)
         return tuple(targets[:returned]) if returned > 1 else targets[0] if returned else None
 
-    def _wrap(self, number: int, components: Sequence[torch.Tensor]) -> DTensor:
+    def _wrap(self, number: int, components: Sequence[torch.Tensor], start: int = 0) -> DTensor:
         layout, shape = self._results[number], self._shapes[number]
         # A row is a promise that nobody else checks. A wrong one would give a DTensor whose pieces do not fit.
         for device, component in zip(layout.mesh.local_device_ids(), components, strict=True):
@@ -187,7 +186,7 @@ class _RowPlan(RulePlan):
                     f"expected {tuple(expected)}, its piece of {shape} in {list(layout.placements)}; register another "
                     "sharding"
                 )
-        return super()._wrap(number, components)
+        return super()._wrap(number, components, start)
 
 
 def _is_among(tensor: DTensor, call: Call, names: Sequence[str]) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.tensor import DTensor
 
 Operator = Any
@@ -36,6 +37,21 @@ class Signature:
     returns_one_tensor: bool
 
 
+_UNDECLARED_VIEWS = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
+)
+"""Operators whose schemas promise copies, and whose results share memory with the source, so that writes reach it."""
+
+_DEVICE_DEPENDENT = frozenset(
+    {torch.ops.aten._fft_c2c.default, torch.ops.aten._fft_c2r.default, torch.ops.aten._fft_r2c.default}
+)
+"""Operators the strides of whose results depend on the device. For meta tensors PyTorch gives those of CUDA."""
+
+
 @cache  # bounded by the number of operators
 def signature_of(func: Operator) -> Signature:
     """Return the facts of an operator's schema."""
@@ -45,8 +61,7 @@ def signature_of(func: Operator) -> Signature:
         names=tuple(argument.name for argument in arguments),
         defaults={argument.name: argument.default_value for argument in arguments},
         written=tuple(one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write),
-        # The schema of ``_unsafe_view`` promises a copy, but PyTorch writes to its results to reach the source.
-        is_view=func is torch.ops.aten._unsafe_view.default
+        is_view=func in _UNDECLARED_VIEWS
         or any(one.alias_info is not None and not one.alias_info.is_write for one in returns),
         is_inplace_view=torch.Tag.inplace_view in func.tags,
         returns_one_tensor=[str(one.type) for one in returns] == ["Tensor"],
@@ -86,6 +101,21 @@ class Call:
         """The tensors among the arguments, those in lists too, in the order in which they were passed."""
         return list(tensors_in((*self.args, *self.kwargs.values())))
 
+    @cached_property
+    def meta_results(self) -> list[torch.Tensor]:
+        """The tensors among the results, as meta tensors: their global shapes, strides, storage offsets and dtypes.
+
+        They are those that the operator gives on the global tensors, so they are the same on every client.
+
+        Raises:
+            UnknownResultError: PyTorch cannot tell them without computing the results.
+        """
+        try:
+            return list(tensors_in([run_on_meta(self.func, self.args, self.kwargs, self.tensors)]))
+        # Other errors are the operator's own about its arguments, and reach the caller before anything moves.
+        except NotImplementedError as error:
+            raise UnknownResultError from error
+
     @property
     def keeps_zeros(self) -> bool:
         """Whether zero, times or divided by any of the numbers among the arguments, is zero."""
@@ -115,6 +145,39 @@ class Call:
     def shapes(self) -> list[tuple[int, ...]]:
         """Global shapes of `tensors`."""
         return [tuple(tensor.shape) for tensor in self.tensors]
+
+
+class UnknownResultError(Exception):
+    """PyTorch cannot tell the metadata of an operator's results: they depend on values, or there is no meta kernel."""
+
+
+def run_on_meta(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
+    """Run an operator on meta tensors: return results with metadata alone; raise what it raises for such arguments.
+
+    Args:
+        func: The operator.
+        args: Positional arguments.
+        kwargs: Arguments by name.
+        tensors: The tensors among all arguments, in order.
+    """
+    if func in _DEVICE_DEPENDENT:
+        with torch_private.FakeTensorMode():
+            return func(*_with_empty_tensors(args, kwargs, tensors, tensors[0].device)[0])
+    meta_args, meta_kwargs = _with_empty_tensors(args, kwargs, tensors, torch.device("meta"))
+    if "device" in meta_kwargs:
+        meta_kwargs["device"] = torch.device("meta")
+    return func(*meta_args, **meta_kwargs)
+
+
+def _with_empty_tensors(
+    args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor], device: torch.device
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return arguments with plain tensors of the same shapes, strides and dtypes, which begin their storages."""
+    empty = [
+        torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=device)
+        for tensor in tensors
+    ]
+    return replace_tensors(args, kwargs, empty)
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Any]:

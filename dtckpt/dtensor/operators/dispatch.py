@@ -28,12 +28,19 @@ import torch
 
 from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators import plans, rules
-from dtckpt.dtensor.operators.call import Call, Operator, functional_of, replace_tensors, signature_of, tensors_in
+from dtckpt.dtensor.operators.call import (
+    Call,
+    Operator,
+    UnknownResultError,
+    functional_of,
+    replace_tensors,
+    signature_of,
+    tensors_in,
+)
 from dtckpt.dtensor.operators.mesh_groups import run_groups, split_by_mesh
 from dtckpt.dtensor.operators.operands import common_mesh, to_replicated
 from dtckpt.dtensor.operators.plain_tensors import to_dtensors
 from dtckpt.dtensor.operators.registry import BY_INDEX, COMPOSITES, PLANNERS, builder_of
-from dtckpt.dtensor.operators.rule_builders import UnknownShapeError
 from dtckpt.dtensor.operators.strategy import choose_layouts
 from dtckpt.dtensor.operators.tensor_spec import spec_of
 from dtckpt.dtensor.tensor import DTensor
@@ -250,7 +257,7 @@ def plan_of(call: Call) -> plans.Plan:
     if builder is None and functional is not None and is_in_place:
         builder = builder_of(functional)
     rule = None
-    with suppress(UnknownShapeError):
+    with suppress(UnknownResultError):
         rule = builder(call) if builder is not None else None
     if rule is not None:
         rule = rule.exact_for(call, call.tensors)

@@ -83,24 +83,47 @@ def to_replicated(tensors: Sequence[DTensor], *, is_copied: bool = False) -> lis
     """
     whole = to_layouts(tensors, [replicated_layout(tensor.device_mesh, tensor.ndim) for tensor in tensors])
     return [
-        copy if copy is tensor and not is_copied else _with_strides(copy, tensor)
+        copy if copy is tensor and not is_copied and _has_own_strides(tensor) else _with_strides(copy, tensor)
         for copy, tensor in zip(whole, tensors, strict=True)
     ]
 
 
+def _has_own_strides(tensor: DTensor) -> bool:
+    """Whether the components of a replicated tensor have the strides of the global tensor."""
+    # The stride of a dim of size 1 leads nowhere.
+    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    return all(component.stride(dim) == tensor.stride(dim) for component in tensor.components for dim in dims)
+
+
 def _with_strides(tensor: DTensor, like: DTensor) -> DTensor:
     """Return a copy of a tensor with the strides of another; the tensor itself if it is new and has such strides."""
-    stride = tuple(like.stride())
-    if tensor is not like and stride == contiguous_stride(like.shape):
+    shape, stride = tuple(like.shape), tuple(like.stride())
+    if tensor is not like and stride == contiguous_stride(shape):
         return tensor
-    components = []
-    for component in tensor.components:
-        if 0 in stride:  # Elements share memory: one cannot be written without the others.
-            components.append(component.clone())
-            continue
-        copy = torch.empty_strided(component.shape, stride, dtype=component.dtype, device=component.device)
-        components.append(copy.copy_(component))
-    return DTensor(components, tensor.layout, tensor.shape, tensor.dtype, device=tensor.device)
+    components = [_strided_copy(component, stride) for component in tensor.components]
+    return wrap_components(components, intern_spec(tensor.layout, shape, stride, tensor.dtype), tensor.device)
+
+
+def _strided_copy(component: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return a copy of a tensor with these strides, by which elements may share memory."""
+    copy = torch.empty_strided(component.shape, stride, dtype=component.dtype, device=component.device)
+    if not _may_overlap(component.shape, stride):
+        return copy.copy_(component)
+    # Elements that share memory are equal, so that any one of them may be the last to be written.
+    whole = copy.as_strided((copy.untyped_storage().nbytes() // copy.dtype.itemsize,), (1,))
+    places = torch.arange(whole.numel(), device=component.device).as_strided(component.shape, stride)
+    whole[places.reshape(-1)] = component.reshape(-1)
+    return copy
+
+
+def _may_overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements may share memory: whether some step along a dim ends within what the smaller steps cover."""
+    covered = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size > 1 and step < covered:
+            return True
+        covered += (size - 1) * step
+    return False
 
 
 def common_mesh(what: str, tensors: Sequence[DTensor], mesh: Mesh | None = None) -> Mesh:

@@ -12,14 +12,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
 
 from dtckpt.dtensor.operators import view_tracking
-from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, signature_of, tensors_in
+from dtckpt.dtensor.operators.call import (
+    Call,
+    Operator,
+    UnknownResultError,
+    replace_tensors,
+    run_on_meta,
+    signature_of,
+    tensors_in,
+)
 from dtckpt.dtensor.operators.operands import (
     no_dispatch,
     replicated_layout,
@@ -30,9 +38,9 @@ from dtckpt.dtensor.operators.operands import (
 )
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.strategy import Choice
-from dtckpt.dtensor.operators.tensor_spec import Spec, global_stride, intern_spec, wrap_components
+from dtckpt.dtensor.operators.tensor_spec import Spec, contiguous_stride, intern_spec, wrap_components
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.errors import ComponentError, LayoutError, capped
+from dtckpt.errors import ComponentError, LayoutError, OperatorError, capped
 from dtckpt.layout.layout import Layout
 
 Args = Sequence[Any]
@@ -40,6 +48,9 @@ Kwargs = Mapping[str, Any]
 
 _UNDECLARED_WRITES = ("running_mean", "running_var")
 """Arguments that operators write to although their schemas do not say so: those of batch normalization."""
+
+_DETACH = torch.ops.aten.detach_.default
+"""Changes no shape, although it is tagged as those operators that do."""
 
 _trusts: ContextVar[bool] = ContextVar("trusts_plain_tensors", default=False)
 _trusting_blocks: set[object] = set()
@@ -121,9 +132,14 @@ class RulePlan:
         self._specs: list[Spec | None] = [None] * len(rule.results)
         self._moves = any(layout is not None for layout in choice.operands)
         self._is_view = signature.is_view
-        self._views = _views_on_meta(call) if self._is_view else []
         self._is_in_place = bool(signature.written)
-        self._makes_copy, self._may_copy = rule.makes_copy, rule.local is not None
+        if not self._is_in_place:
+            self._strides = strides_of_results(call, self._shapes)
+            # Where the results begin after the operand that they view.
+            self._shifts = [nbytes_before(one) for one in _meta_results(call, self._shapes)] or [0] * len(self._shapes)
+        self._makes_copy = rule.makes_copy
+        # Whether a view's component follows from the source's component on the same device.
+        self._is_local = self._operands[0] is None and not rule.takes_offsets if self._operands else False
         # Arguments that name sizes of the result, as in ``expand``: each device gets the sizes of its component.
         self._local_sizes = [
             (_argument_key(call, name), self._component_shapes(call, result)) for name, result in rule.local_size_args
@@ -161,28 +177,36 @@ class RulePlan:
             unshare(tensors[0])
         if self._is_in_place:
             for target in tensors_in(args[:1]):
-                unshare(target)
+                prepare_write(target, self.func)
         operands = to_layouts(tensors, self._operands) if self._moves else tensors
         components = [operand.components for operand in operands]
         if not components[0]:
             if self._is_in_place:
                 return args[0]
             return results_without_devices(self.func, args, kwargs, tensors, self._results)
-        outputs = []
-        for device in range(len(components[0])):
-            local_args, local_kwargs = replace_tensors(args, kwargs, [of_operand[device] for of_operand in components])
-            for key, shapes in self._local_sizes:
-                (local_args if isinstance(key, int) else local_kwargs)[key] = shapes[device]  # type: ignore[index]
-            if self._offsets is not None:
-                local_kwargs["offsets"] = self._offsets[device]
-            outputs.append(self._local(*local_args, **local_kwargs))
+        outputs = [
+            self._run_on_device(self._local, device, [of_operand[device] for of_operand in components], args, kwargs)
+            for device in range(len(components[0]))
+        ]
         # In place, the choice kept the layout of the first operand: its own components have been written to.
         if self._is_in_place:
             return self._after_writing(args, kwargs)
-        results = self._wrap_all(outputs)
-        if self._is_view:
-            self._track_views(results, Call(self.func, tuple(args), kwargs), tensors[0])
+        if not self._is_view:
+            return self._wrap_all(outputs)
+        results = self._wrap_all(outputs, nbytes_before(tensors[0]))
+        self._track_views(results, args, kwargs, tensors[0])
         return results
+
+    def _run_on_device(
+        self, function: Callable[..., Any], device: int, components: Sequence[torch.Tensor], args: Args, kwargs: Kwargs
+    ) -> Any:
+        """Call a function with a device's components in place of the operands, and its sizes and offsets."""
+        local_args, local_kwargs = replace_tensors(args, kwargs, components)
+        for key, shapes in self._local_sizes:
+            (local_args if isinstance(key, int) else local_kwargs)[key] = shapes[device]  # type: ignore[index]
+        if self._offsets is not None:
+            local_kwargs["offsets"] = self._offsets[device]
+        return function(*local_args, **local_kwargs)
 
     def _after_writing(self, args: Args, kwargs: Kwargs) -> Any:
         """Finish the write to the first argument; return what the operator returns."""
@@ -196,58 +220,93 @@ class RulePlan:
         operands = list(zip(layouts, call.shapes, strict=True))
         return [[layout.region(device, shape).offset for layout, shape in operands] for device in devices]
 
-    def _wrap_all(self, outputs: Sequence[Any]) -> Any:
+    def _wrap_all(self, outputs: Sequence[Any], start: int = 0) -> Any:
         """Return the results as DTensors.
 
         Args:
             outputs: What the operator returned on every local device.
+            start: Where the tensor that the results view begins in its storage, in bytes.
         """
         first = outputs[0]
         if isinstance(first, torch.Tensor):
-            return self._wrap(0, outputs)
+            return self._wrap(0, outputs, start)
         # Results of the rule are numbered without the values that are no tensors, as None and numbers.
         numbers = iter(range(len(self._results)))
         results = [
-            self._wrap(next(numbers), [output[position] for output in outputs])
+            self._wrap(next(numbers), [output[position] for output in outputs], start)
             if isinstance(item, torch.Tensor)
             else item
             for position, item in enumerate(first)
         ]
         return results if isinstance(first, list) else tuple(results)
 
-    def _wrap(self, number: int, components: Sequence[torch.Tensor]) -> DTensor:
+    def _wrap(self, number: int, components: Sequence[torch.Tensor], start: int = 0) -> DTensor:
         result_spec = self._specs[number]
         # The dtype of a result may depend on the default dtype, which is not part of the plan's key.
         if result_spec is None or result_spec.dtype is not components[0].dtype:
-            shape = self._shapes[number]
-            stride = global_stride(self._views[number] if self._views else components[0], shape)
-            result_spec = intern_spec(self._results[number], shape, stride, components[0].dtype)
-            self._specs[number] = result_spec
-        return wrap_components(components, result_spec)
-
-    def _track_views(self, results: Any, call: Call, source: DTensor) -> None:
-        """Have views share writes with their source: by memory if they share it, else by `view_tracking`."""
-        has_own_memory = source._view is None and self._operands[0] is None and not self._makes_copy
-        for number, result in enumerate([results] if isinstance(results, DTensor) else results):
-            # A function that runs instead of the operator, as ``reshape``, may have had to copy.
-            is_shared = has_own_memory and (
-                not self._may_copy or _share_memory(result.components[0], source.components[0])
+            result_spec = intern_spec(
+                self._results[number], self._shapes[number], self._strides[number], components[0].dtype
             )
-            if is_shared:
-                result._writes = view_tracking.write_counter(source)
+            self._specs[number] = result_spec
+        if not self._is_view:
+            return wrap_components(components, result_spec)
+        offset = _offset_of(self.func, start + self._shifts[number], result_spec.dtype)
+        return wrap_components(components, result_spec, offset=offset)
+
+    def _track_views(self, results: Any, args: Args, kwargs: Kwargs, source: DTensor) -> None:
+        """Have views share writes with their source: by memory if they share it, else by `view_tracking`."""
+        local = self._local_view(args, kwargs) if self._is_local else None
+        for number, result in enumerate([results] if isinstance(results, DTensor) else results):
+            # A component may have had to be copied, as where its strides do not allow the view. Clients may differ in
+            # this, since nothing is exchanged for such a view.
+            if local and source._view is None and share_memory(result, source):
+                view_tracking.share_writes(result, source)
             else:
-                view_tracking.track_view(result, source, call, None if result is results else number)
+                call = Call(self.func, tuple(args), kwargs)
+                view_tracking.track_view(result, source, call, None if result is results else number, local)
+
+    def _local_view(self, args: Args, kwargs: Kwargs) -> view_tracking.LocalView:
+        """Return the function that views a component of the source as the plan's operator does."""
+        # Of a function that copies, the operator itself gives the view that can be written through.
+        function = self.func if self._makes_copy else self._local
+        return lambda component, device: self._run_on_device(function, device, [component], args, kwargs)
 
 
-def _views_on_meta(call: Call) -> list[torch.Tensor]:
-    """Return the results as meta tensors, for their strides; none where only components can be viewed so.
+def strides_of_results(call: Call, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the strides of a call's results: those that the operator gives on the global tensors.
 
-    The strides of a component may not tell which dim comes first, as where a size is 1; those of the global tensor do.
+    Components need not tell them, and those of different clients may tell different ones.
     """
-    try:
-        return list(tensors_in([run_on_meta(call.func, call.args, call.kwargs, call.tensors)]))
-    except RuntimeError:
-        return []  # The global tensor's strides do not allow the view; those of the components do.
+    on_meta = _meta_results(call, shapes)
+    return [one.stride() for one in on_meta] if on_meta else [contiguous_stride(shape) for shape in shapes]
+
+
+def _meta_results(call: Call, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """Return `Call.meta_results`; none if PyTorch cannot tell them, or leaves out some."""
+    with suppress(UnknownResultError):
+        if [tuple(one.shape) for one in call.meta_results] == list(shapes):
+            return call.meta_results
+    return []
+
+
+def nbytes_before(tensor: torch.Tensor) -> int:
+    """Return where a tensor begins in its storage, in bytes."""
+    return tensor.storage_offset() * tensor.dtype.itemsize
+
+
+def _offset_of(func: Operator, nbytes: int, dtype: torch.dtype) -> int:
+    """Return the storage offset of a view that begins so many bytes into its storage.
+
+    Raises:
+        OperatorError: No element of its dtype begins there.
+    """
+    offset, rest = divmod(nbytes, dtype.itemsize)
+    if rest:
+        raise OperatorError(
+            f"operator {func}: got a view that begins {nbytes} bytes into its storage, expected a multiple of "
+            f"{dtype.itemsize}, the size of {dtype}"
+        )
+    return offset
 
 
 def _argument_key(call: Call, name: str) -> int | str:
@@ -256,11 +315,25 @@ def _argument_key(call: Call, name: str) -> int | str:
     return number if number < len(call.args) else name
 
 
+def share_memory(one: DTensor, other: DTensor) -> bool:
+    """Whether each component of a tensor shares memory with one of another; those without memory count as sharing."""
+    return all(map(_share_memory, one._components, other._components))
+
+
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors share memory; tensors without memory count as sharing."""
     if one.is_meta or one.data_ptr() == other.data_ptr() or not one.numel():
         return True
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def prepare_write(tensor: DTensor, func: Operator) -> None:
+    """Make a tensor ready for a write to its components.
+
+    Raises:
+        OperatorError: See `view_tracking.validate_write`.
+    """
+    view_tracking.validate_write(tensor, func)
+    unshare(tensor)
 
 
 def finish_write(tensor: Any) -> Any:
@@ -276,25 +349,6 @@ def finish_write(tensor: Any) -> Any:
             view_tracking.write_through(one)
         view_tracking.count_write(one)
     return tensor
-
-
-def run_on_meta(func: Operator, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
-    """Run an operator on meta tensors: return results with shapes and dtypes; raise what it raises for such arguments.
-
-    Args:
-        func: The operator.
-        args: Positional arguments.
-        kwargs: Arguments by name.
-        tensors: The tensors among all arguments, in order.
-    """
-    on_meta = [
-        torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
-        for tensor in tensors
-    ]
-    meta_args, meta_kwargs = replace_tensors(args, kwargs, on_meta)
-    if "device" in meta_kwargs:
-        meta_kwargs["device"] = torch.device("meta")
-    return func(*meta_args, **meta_kwargs)
 
 
 def results_without_devices(
@@ -326,7 +380,8 @@ def results_without_devices(
         if not isinstance(result, torch.Tensor):
             return result
         layout = next(remaining, None) or replicated_layout(tensors[0].device_mesh, result.ndim)
-        return DTensor([], layout, result.shape, result.dtype, device=tensors[0].device)
+        spec = intern_spec(layout, tuple(result.shape), result.stride(), result.dtype)
+        return wrap_components([], spec, tensors[0].device)
 
     results = run_on_meta(func, args, kwargs, tensors)
     return wrap(results) if isinstance(results, torch.Tensor) else type(results)(map(wrap, results))
@@ -373,6 +428,8 @@ class WriteResultPlan:
         """As `Plan.run`."""
         call = Call(self.func, tuple(args), kwargs)
         targets = list(tensors_in([call[name] for name in self._written]))
+        for target in targets:
+            view_tracking.validate_write(target, self.func)
         result = self._functional(
             *(call[name] for name in self._positional), **{name: call[name] for name in self._by_name}
         )
@@ -432,8 +489,10 @@ class ReplicationPlan:
         call = Call(self.func, tuple(args), kwargs)
         names = [name for name in _UNDECLARED_WRITES if name in self._signature.names]
         targets = list(tensors_in([call[name] for name in (*self._signature.written, *names)]))
-        for tensor in targets or (tensors[:1] if self._signature.is_view else ()):
-            unshare(tensor)
+        for tensor in targets:
+            prepare_write(tensor, self.func)
+        if self._signature.is_view and not targets:
+            unshare(tensors[0])
         # Bound: every device needs memory for all of every operand. That is why rules come first.
         operands = to_replicated(tensors)
         for number, tensor in enumerate(tensors):
@@ -499,15 +558,18 @@ class ReplicationPlan:
         # A sparse result has no strides, and so no spec.
         if first.layout is not torch.strided:
             return DTensor(components, layout, shape, first.dtype)
-        result = wrap_components(components, intern_spec(layout, shape, tuple(first.stride()), first.dtype))
-        if self._signature.is_view:
-            source, operand = tensors[0], operands[0]
-            # Of a source that was redistributed, the result is a view of a copy.
-            has_own_memory = operand is source and source._view is None
-            if has_own_memory and _share_memory(first, operand.components[0]):
-                result._writes = view_tracking.write_counter(source)
-            else:
-                view_tracking.track_view(result, source, call, number)
+        spec = intern_spec(layout, shape, first.stride(), first.dtype)
+        if not self._signature.is_view:
+            return wrap_components(components, spec)
+        source, operand = tensors[0], operands[0]
+        shift = nbytes_before(first) - nbytes_before(operand.components[0])
+        offset = _offset_of(self.func, nbytes_before(source) + shift, first.dtype)
+        result = wrap_components(components, spec, offset=offset)
+        # Of a source that was redistributed, the result is a view of a copy.
+        if operand is source and source._view is None and share_memory(result, source):
+            view_tracking.share_writes(result, source)
+        else:
+            view_tracking.track_view(result, source, call, number)
         return result
 
 
@@ -524,6 +586,8 @@ class InplaceViewPlan:
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         tensor = tensors[0]
+        if self.func is not _DETACH:
+            view_tracking.note_reshape(tensor, self.func)
         # The view is one of an alias: the tensor itself becomes the view, and must not be its own source.
         with torch.no_grad():
             view = self._functional(view_tracking.alias_of(tensor), *args[1:], **kwargs)

@@ -37,8 +37,7 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.call import Call, Operator, tensors_in
-from dtckpt.dtensor.operators.plans import run_on_meta
+from dtckpt.dtensor.operators.call import Call, Operator
 from dtckpt.dtensor.operators.rule import BILINEAR, Dims, Factors, Passes, Rule
 
 # --- elements -----------------------------------------------------------------------------------------------------
@@ -438,19 +437,6 @@ def masked_lookup(unmasked: Rule | None, dim: int, size: int, lookup: Lookup) ->
 # --- shapes of results --------------------------------------------------------------------------------------------
 
 
-class UnknownShapeError(Exception):
-    """PyTorch cannot tell the shapes of an operator's results without computing them."""
-
-
 def result_shapes(call: Call) -> list[tuple[int, ...]]:
-    """Return the global shapes of a call's results; raise what the operator raises for such arguments.
-
-    Raises:
-        UnknownShapeError: They depend on values, or the operator has no kernel for meta tensors.
-    """
-    try:
-        results = run_on_meta(call.func, call.args, call.kwargs, call.tensors)
-    # Other errors are the operator's own about its arguments, and reach the caller before anything moves.
-    except NotImplementedError as error:
-        raise UnknownShapeError from error
-    return [tuple(result.shape) for result in tensors_in([results])]
+    """Return the global shapes of a call's results. Errors: as `Call.meta_results`."""
+    return [tuple(result.shape) for result in call.meta_results]

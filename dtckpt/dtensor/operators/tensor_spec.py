@@ -55,18 +55,22 @@ def spec_of(tensor: DTensor) -> Spec:
     return known
 
 
-def wrap_components(components: Sequence[torch.Tensor], described: Spec, device: torch.device | None = None) -> DTensor:
+def wrap_components(
+    components: Sequence[torch.Tensor], described: Spec, device: torch.device | None = None, *, offset: int = 0
+) -> DTensor:
     """Return the DTensor that has these components and this spec.
 
     Args:
         components: One tensor per local device.
         described: The spec.
         device: Device type of a DTensor without components.
+        offset: Storage offset of the global tensor. It is no part of the spec: plans do not depend on it.
     """
     tensor: DTensor = torch_private.make_wrapper(
         DTensor,
         described.shape,
         strides=described.stride,
+        storage_offset=offset,
         dtype=described.dtype,
         device=components[0].device if components else device or torch.device("cpu"),
         _extra_dispatch_keys=KEYS,

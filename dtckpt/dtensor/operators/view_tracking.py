@@ -13,13 +13,21 @@ of its own and a `View`, which records how it was made::
     differs from ``count``, so `View.refresh`      goes up for the other views
     runs the operator again
 
+If each component of the view follows from the source's component on the same device, as that of a conjugate, nothing is
+exchanged, and each client may decide for itself whether its components share memory: `View.local` is set.
+
 Invariant: a source and all its views, tracked or not, share one write counter (`write_counter`).
+
+Autograd makes a view again from its base when somebody has written to their memory since: it calls the view operators
+on the base as it is then. So the base and the view must keep their shapes: `note_reshape` and `validate_write` refuse
+what would give a view the gradient of other elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,10 +35,14 @@ import torch
 from dtckpt.dtensor.derived_layouts import gradient_layout
 from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, tensors_in
 from dtckpt.dtensor.operators.operands import to_layouts, to_replicated, unshare, write_into
-from dtckpt.dtensor.operators.tensor_spec import spec_of, wrap_components
+from dtckpt.dtensor.operators.tensor_spec import intern_spec, spec_of, wrap_components
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
+from dtckpt.errors import OperatorError
 from dtckpt.layout.layout import UNSHARDED, Layout
+
+LocalView = Callable[[torch.Tensor, int], Any]
+"""Takes a component and the number of its device; returns the view of it, or a copy if its strides allow no view."""
 
 
 @dataclass(slots=True)
@@ -44,6 +56,7 @@ class View:
         kwargs: Its arguments by name.
         number: Which of the operator's results the view is; None if it returns one tensor.
         count: State of the write counter when the view's components were computed.
+        local: Makes a component of the view from one of the source; None if values move between devices.
     """
 
     source: DTensor
@@ -52,10 +65,14 @@ class View:
     kwargs: Mapping[str, Any]
     number: int | None
     count: int
+    local: LocalView | None = None
 
     def of(self, tensor: Any, args: tuple[Any, ...] | None = None) -> Any:
         """Return the same view of another tensor."""
-        results = self.func(tensor, *(args or self.args)[1:], **self.kwargs)
+        return self.pick(self.func(tensor, *(args or self.args)[1:], **self.kwargs))
+
+    def pick(self, results: Any) -> Any:
+        """Return the one of the operator's results that is the view."""
         return results if self.number is None else results[self.number]
 
     def refresh(self, tensor: DTensor) -> None:
@@ -76,14 +93,25 @@ class View:
             self.count = count
 
 
+Views = dict[int, "weakref.ref[DTensor]"]
+"""Tensors by id, as long as they live."""
+
+
 @dataclass(slots=True, eq=False)
 class WriteCounter:
     """Counts the writes to the values that a source and all its views share.
 
     PyTorch's version counters do not serve: they miss writes to ``tensor.data``, and writes in inference mode.
+
+    Attributes:
+        count: How many writes there were.
+        views: The views that autograd knows.
+        reshaped: Those of them that got another shape in place.
     """
 
     count: int = 0
+    views: Views = field(default_factory=dict)
+    reshaped: Views = field(default_factory=dict)
 
 
 def write_counter(tensor: DTensor) -> WriteCounter:
@@ -99,7 +127,14 @@ def count_write(tensor: DTensor) -> None:
         tensor._writes.count += 1
 
 
-def track_view(view: DTensor, source: DTensor, call: Any, number: int | None) -> None:
+def share_writes(view: DTensor, source: DTensor) -> None:
+    """Give a view the write counter of its source, whose memory it shares."""
+    counter = view._writes = write_counter(source)
+    if torch.is_grad_enabled():
+        _remember(counter.views, view)
+
+
+def track_view(view: DTensor, source: DTensor, call: Any, number: int | None, local: LocalView | None = None) -> None:
     """Record how a view was made, so that it follows its source.
 
     Args:
@@ -107,15 +142,86 @@ def track_view(view: DTensor, source: DTensor, call: Any, number: int | None) ->
         source: The tensor that it is a view of.
         call: The call of the view operator.
         number: Which of the call's results the view is; None if there is one.
+        local: See `View`.
     """
-    view._writes = write_counter(source)
-    view._view = View(alias_of(source), call.func, call.args, call.kwargs, number, view._writes.count)
+    share_writes(view, source)
+    count = write_counter(source).count
+    view._view = View(alias_of(source), call.func, call.args, call.kwargs, number, count, local)
 
 
-def alias_of(tensor: DTensor) -> DTensor:
-    """Return another DTensor with the same memory, layout and write counter."""
+# --- changes of shape in place ------------------------------------------------------------------------------------
+
+
+def _remember(views: Views, view: DTensor) -> None:
+    key = id(view)
+    views[key] = weakref.ref(view, lambda _: views.pop(key, None))
+
+
+def _differentiable(views: Views) -> list[DTensor]:
+    """Return the views that live, and whose gradient autograd may ask for."""
+    live = (reference() for reference in list(views.values()))
+    return [view for view in live if view is not None and view.requires_grad]
+
+
+def note_reshape(tensor: DTensor, what: object) -> None:
+    """Check that a tensor may get another shape in place, and note that a view gets one.
+
+    Args:
+        tensor: The tensor, before it gets its new shape.
+        what: The operator, for the error.
+
+    Raises:
+        OperatorError: Autograd may have to make views of the tensor, or the tensor itself, again.
+    """
+    counter = tensor._writes
+    if counter is None:
+        return
+    dependent = [view for view in _differentiable(counter.views) if view._base is tensor]
+    if not dependent and not (tensor.requires_grad and tensor._is_view()):
+        return
+    if dependent or not torch.is_grad_enabled():
+        shape = tuple(dependent[0].shape if dependent else tensor.shape)
+        raise OperatorError(
+            f"operator {what}: got a DTensor of shape {tuple(tensor.shape)} on which a differentiable view of shape "
+            f"{shape} depends, expected one without such views: autograd would take the gradient of other elements; "
+            "use the operator that returns a new tensor, or detach the view"
+        )
+    _remember(counter.reshaped, tensor)
+
+
+def validate_write(tensor: DTensor, what: object) -> None:
+    """Check that a tensor may be written to: that no differentiable view of its memory got another shape in place.
+
+    Args:
+        tensor: The tensor.
+        what: The operator, for the error.
+
+    Raises:
+        OperatorError: There is such a view: after the write, autograd would make it again in its former shape.
+    """
+    if tensor._writes is None or not tensor._writes.reshaped:
+        return
+    for view in _differentiable(tensor._writes.reshaped):
+        raise OperatorError(
+            f"operator {what}: writes to the memory of a differentiable view that got the shape {tuple(view.shape)} in "
+            "place, and autograd would take the gradient of other elements; make the view by the operator that returns "
+            "a new tensor, as transpose for transpose_"
+        )
+
+
+# --- other tensors with the same memory ---------------------------------------------------------------------------
+
+
+def alias_of(tensor: DTensor, offset: int | None = None) -> DTensor:
+    """Return another DTensor with the same memory, layout and write counter.
+
+    Args:
+        tensor: The tensor.
+        offset: The storage offset of the alias; default that of the tensor.
+    """
     unshare(tensor)
-    alias = wrap_components(tensor.components, spec_of(tensor), tensor.device)
+    offset = tensor.storage_offset() if offset is None else offset
+    alias = wrap_components(tensor.components, spec_of(tensor), tensor.device, offset=offset)
     # A copy: the alias and the tensor are refreshed separately, and each `View` counts for its own components.
     alias._view = None if tensor._view is None else replace(tensor._view)
     alias._writes = write_counter(tensor)
@@ -157,13 +263,26 @@ def write_through(tensor: DTensor) -> None:
     view = tensor._view
     assert view is not None  # noqa: S101  (callers have asked)
     with torch.no_grad():
-        if view.func in _INDEX_VIEWS and view.source.ndim:
+        if view.local is not None:
+            _write_locally(tensor, view, view.local)
+        elif view.func in _INDEX_VIEWS and view.source.ndim:
             _write_indices(tensor, view)
         else:
             _write_replicated(tensor, view)
     # The source is a tracked view too: its own source shares no memory with it.
     if view.source._view is not None:
         write_through(view.source)
+
+
+def _write_locally(tensor: DTensor, view: View, local: LocalView) -> None:
+    """Write a view that is made device by device: each device writes its component."""
+    source = view.source
+    unshare(source)
+    for device, (component, value) in enumerate(zip(source.components, tensor._components, strict=True)):
+        # Of a contiguous copy there is a view, whatever the strides of the component allow.
+        copy = component.clone(memory_format=torch.contiguous_format)
+        view.pick(local(copy, device)).copy_(value)
+        component.copy_(copy)
 
 
 _INDEX_VIEWS = frozenset({torch.ops.aten.select.int, torch.ops.aten.slice.Tensor})
@@ -241,8 +360,7 @@ def _write_replicated(tensor: DTensor, view: View) -> None:
     for number, component in enumerate(source.components):
         local_others = [other.components[number] for other in to_replicated(others)]
         args, kwargs = replace_tensors(view.args[1:], view.kwargs, local_others)
-        results = view.func(component.expand(shape), *args, **kwargs)
-        (results if view.number is None else results[view.number]).copy_(values[number])
+        view.pick(view.func(component.expand(shape), *args, **kwargs)).copy_(values[number])
     write_into(source, target)
 
 
@@ -260,5 +378,6 @@ def _without_repeats(tensor: DTensor) -> DTensor:
         return tensor
     index = tuple(slice(0, 1) if dim in dims else slice(None) for dim in range(tensor.ndim))
     components = [component[index] for component in tensor.components]
-    shape = [1 if dim in dims else size for dim, size in enumerate(tensor.shape)]
-    return DTensor(components, tensor._layout, shape, tensor.dtype, device=tensor.device)
+    shape = tuple(1 if dim in dims else size for dim, size in enumerate(tensor.shape))
+    spec = intern_spec(tensor._layout, shape, tensor.stride(), tensor.dtype)
+    return wrap_components(components, spec, tensor.device)

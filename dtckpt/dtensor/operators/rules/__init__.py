@@ -13,6 +13,9 @@ where PyTorch's decomposition fails  `kept_composites` `zero_gradients`
 """
 
 from dtckpt.dtensor.operators.rules import (
+    as_strided as as_strided,
+)
+from dtckpt.dtensor.operators.rules import (
     attention as attention,
 )
 from dtckpt.dtensor.operators.rules import (

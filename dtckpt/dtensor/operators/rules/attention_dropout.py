@@ -12,9 +12,8 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor import random
-from dtckpt.dtensor.operators.call import Call, Operator
+from dtckpt.dtensor.operators.call import Call, Operator, run_on_meta
 from dtckpt.dtensor.operators.operands import replicated_layout
-from dtckpt.dtensor.operators.plans import run_on_meta
 from dtckpt.dtensor.operators.registry import composite
 from dtckpt.dtensor.operators.rules.random import refill
 from dtckpt.dtensor.tensor import DTensor

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 
 from dtckpt.comm import torch_private
-from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, signature_of, tensors_in
-from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, unshare, write_into
-from dtckpt.dtensor.operators.plans import finish_write, results_without_devices, run_on_meta
+from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, run_on_meta, signature_of, tensors_in
+from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, write_into
+from dtckpt.dtensor.operators.plans import finish_write, prepare_write, results_without_devices, strides_of_results
 from dtckpt.dtensor.operators.registry import BY_INDEX, PLANNERS, builder_of
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.rule_builders import pointwise
 from dtckpt.dtensor.operators.strategy import Choice, choose_layouts
-from dtckpt.dtensor.operators.tensor_spec import global_stride, intern_spec, wrap_components
+from dtckpt.dtensor.operators.tensor_spec import intern_spec, wrap_components
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.layout import Layout
 
@@ -58,6 +58,7 @@ class ForeachPlan:
         self._is_in_place = bool(signature.written)
         self._mesh = call.tensors[0].device_mesh
         self._rows = tuple(_rows(call, is_in_place=self._is_in_place))
+        self._strides = [] if self._is_in_place else strides_of_results(call, [row.shape for row in self._rows])
         # Tensors outside the lists, as steps and learning rates, are replicated.
         targets: list[Layout | None] = [
             None if tensor.layout.is_fully_replicated() else replicated_layout(self._mesh, tensor.ndim)
@@ -78,7 +79,7 @@ class ForeachPlan:
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         for position in self._written:
-            unshare(tensors[position])
+            prepare_write(tensors[position], self.func)
         moved = to_layouts(tensors, self._targets) if self._moves else tensors
         components = [tensor.components for tensor in moved]
         outputs = []
@@ -100,12 +101,10 @@ class ForeachPlan:
             layouts = [row.choice.results[0] for row in self._rows]
             return list(results_without_devices(self.func, args, kwargs, tensors, layouts))
         results = []
-        for number, row in enumerate(self._rows):
+        for number, (row, stride) in enumerate(zip(self._rows, self._strides, strict=True)):
             components = [output[number] for output in outputs]
-            stride = global_stride(components[0], row.shape)
-            results.append(
-                wrap_components(components, intern_spec(row.choice.results[0], row.shape, stride, components[0].dtype))
-            )
+            spec = intern_spec(row.choice.results[0], row.shape, stride, components[0].dtype)
+            results.append(wrap_components(components, spec))
         return results
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.call import Operator, functional_of, tensors_in
+from dtckpt.dtensor.operators.call import Operator, functional_of, run_on_meta, tensors_in
 from dtckpt.dtensor.operators.plain_tensors import to_dtensors
-from dtckpt.dtensor.operators.plans import WriteResultPlan, run_on_meta
+from dtckpt.dtensor.operators.plans import WriteResultPlan
 from dtckpt.dtensor.operators.pre_autograd import before_autograd
 from dtckpt.dtensor.operators.registry import PLANNERS
 from dtckpt.dtensor.tensor import DTensor

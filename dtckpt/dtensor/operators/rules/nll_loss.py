@@ -46,12 +46,15 @@ def _pick(
     outside = ((index < 0) & (index != NO_CLASS)) | (index >= size)
     if index.is_cuda:
         torch_private.assert_async(~outside.any(), "Target is out of bounds.")
-    elif outside.any():
+    elif not index.is_meta and outside.any():
         raise IndexError(f"Target {index[outside][0].item()} is out of bounds.")
     is_here, position = _locate(index, offsets[0][dim] if offsets else 0, tensor.shape[dim])
     if not tensor.shape[dim]:
         return tensor.new_zeros(index.shape)
-    picked = tensor[position] if tensor.ndim == 1 else tensor.gather(dim, position.unsqueeze(dim)).squeeze(dim)
+    if tensor.ndim == 1:
+        picked = tensor.gather(0, position.reshape(-1)).reshape(position.shape)
+    else:
+        picked = tensor.gather(dim, position.unsqueeze(dim)).squeeze(dim)
     return picked.masked_fill(~is_here, 0)
 
 

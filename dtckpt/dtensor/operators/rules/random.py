@@ -12,9 +12,9 @@ import torch
 
 from dtckpt.comm import torch_private
 from dtckpt.dtensor import random
-from dtckpt.dtensor.operators.call import Call, Operator, signature_of, tensors_in
+from dtckpt.dtensor.operators.call import Call, Operator, run_on_meta, signature_of, tensors_in
 from dtckpt.dtensor.operators.operands import to_layouts, unshare, write_into
-from dtckpt.dtensor.operators.plans import ReplicationPlan, finish_write, run_on_meta
+from dtckpt.dtensor.operators.plans import ReplicationPlan, finish_write
 from dtckpt.dtensor.operators.registry import composite, functional_overloads, rule
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.rule_builders import pointwise

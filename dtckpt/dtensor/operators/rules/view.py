@@ -253,11 +253,15 @@ def _negate(call: Call) -> Rule | None:
 # --- copies of views ----------------------------------------------------------------------------------------------
 
 
+def _contiguous(view: torch.Tensor) -> torch.Tensor:
+    return view.clone(memory_format=torch.contiguous_format)
+
+
 def _clone_of(view: Any) -> Callable[..., Any]:
     def clone(*args: Any, **kwargs: Any) -> Any:
         """Clone the view."""
         views = view(*args, **kwargs)
-        return views.clone() if isinstance(views, torch.Tensor) else [one.clone() for one in views]
+        return _contiguous(views) if isinstance(views, torch.Tensor) else [_contiguous(one) for one in views]
 
     return clone
 
