@@ -47,9 +47,20 @@ _UNDECLARED_VIEWS = frozenset(
 """Operators whose schemas promise copies, and whose results share memory with the source, so that writes reach it."""
 
 _DEVICE_DEPENDENT = frozenset(
-    {torch.ops.aten._fft_c2c.default, torch.ops.aten._fft_c2r.default, torch.ops.aten._fft_r2c.default}
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_fft_c2c",
+        "_fft_c2r",
+        "_fft_r2c",
+        "convolution",
+        "pixel_shuffle",
+        "reflection_pad2d",
+        "reflection_pad3d",
+        "replication_pad2d",
+        "replication_pad3d",
+    )
 )
-"""Operators the strides of whose results depend on the device. For meta tensors PyTorch gives those of CUDA."""
+"""Operators the strides of whose results depend on the device; PyTorch's meta kernels give those of another."""
 
 
 @cache  # bounded by the number of operators
@@ -166,7 +177,12 @@ def run_on_meta(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], 
     meta_args, meta_kwargs = _with_empty_tensors(args, kwargs, tensors, torch.device("meta"))
     if "device" in meta_kwargs:
         meta_kwargs["device"] = torch.device("meta")
-    return func(*meta_args, **meta_kwargs)
+    results = func(*meta_args, **meta_kwargs)
+    if any(tensor.numel() for tensor in (*tensors, *tensors_in([results]))):
+        return results
+    # Without elements the operator itself costs nothing, and tells strides that some meta kernels get wrong then.
+    plain_args, plain_kwargs = _with_empty_tensors(args, kwargs, tensors, torch.device("cpu"))
+    return func(*plain_args, **{**plain_kwargs, **{name: torch.device("cpu") for name in kwargs if name == "device"}})
 
 
 def _with_empty_tensors(

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dtckpt.comm.torch_private import tree_leaves, tree_map_only
 from dtckpt.dtensor.operators import view_tracking
 from dtckpt.dtensor.operators.call import (
     Call,
@@ -38,7 +39,7 @@ from dtckpt.dtensor.operators.operands import (
 )
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.strategy import Choice
-from dtckpt.dtensor.operators.tensor_spec import Spec, contiguous_stride, intern_spec, wrap_components
+from dtckpt.dtensor.operators.tensor_spec import Spec, contiguous_stride, intern_spec, with_stride, wrap_components
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import ComponentError, LayoutError, OperatorError, capped
 from dtckpt.layout.layout import Layout
@@ -291,7 +292,7 @@ def _meta_results(call: Call, shapes: Sequence[tuple[int, ...]]) -> list[torch.T
 
 def nbytes_before(tensor: torch.Tensor) -> int:
     """Return where a tensor begins in its storage, in bytes."""
-    return tensor.storage_offset() * tensor.dtype.itemsize
+    return int(tensor.storage_offset()) * tensor.dtype.itemsize
 
 
 def _offset_of(func: Operator, nbytes: int, dtype: torch.dtype) -> int:
@@ -396,6 +397,7 @@ class CompositePlan:
     def __init__(self, func: Operator, function: Callable[..., Any]) -> None:
         self.func = func
         self.function = function
+        self._strides: list[tuple[int, ...]] | None = None
 
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
@@ -403,7 +405,25 @@ class CompositePlan:
         # Plain tensors that the function makes follow from its arguments, so all clients make the same: to compare them
         # would take a collective for each.
         with trust_plain_tensors():
-            return self.function(*args, **kwargs)
+            results = self.function(*args, **kwargs)
+        if self._strides is None and results is not NotImplemented:
+            self._strides = self._strides_of_new_results(Call(self.func, tuple(args), kwargs), results)
+        if not self._strides:
+            return results
+        strides = iter(self._strides)
+        return tree_map_only(DTensor, lambda result: with_stride(result, next(strides)), results)
+
+    def _strides_of_new_results(self, call: Call, results: Any) -> list[tuple[int, ...]]:
+        """Return the strides that the operator itself gives its results; none if these are not new, or not known."""
+        signature = signature_of(self.func)
+        # What PyTorch decomposes gets its strides from the same operators as plain tensors do.
+        if signature.is_view or signature.written or self.function == self.func.decompose:
+            return []
+        shapes = [tuple(result.shape) for result in tree_leaves(results) if isinstance(result, DTensor)]
+        # The function has succeeded: an error is that of a meta kernel which needs values.
+        with suppress(RuntimeError):
+            return [result.stride() for result in _meta_results(call, shapes)]
+        return []
 
 
 class WriteResultPlan:

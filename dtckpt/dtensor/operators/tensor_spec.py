@@ -81,6 +81,18 @@ def wrap_components(
     return tensor
 
 
+def with_stride(tensor: DTensor, stride: tuple[int, ...]) -> DTensor:
+    """Return a tensor that nobody else has yet with these strides; its components stay as they are."""
+    if tensor.stride() == stride:
+        return tensor
+    result = wrap_components(
+        tensor._components, intern_spec(tensor._layout, tuple(tensor.shape), stride, tensor.dtype), tensor.device
+    )
+    result._pending, result._is_async = tensor._pending, tensor._is_async
+    result._view, result._writes = tensor._view, tensor._writes
+    return result
+
+
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
     strides, step = [], 1

@@ -220,7 +220,7 @@ def alias_of(tensor: DTensor, offset: int | None = None) -> DTensor:
         offset: The storage offset of the alias; default that of the tensor.
     """
     unshare(tensor)
-    offset = tensor.storage_offset() if offset is None else offset
+    offset = int(tensor.storage_offset()) if offset is None else offset
     alias = wrap_components(tensor.components, spec_of(tensor), tensor.device, offset=offset)
     # A copy: the alias and the tensor are refreshed separately, and each `View` counts for its own components.
     alias._view = None if tensor._view is None else replace(tensor._view)

@@ -28,8 +28,8 @@ class AsStridedPlan(ReplicationPlan):
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         call, tensor = Call(self.func, tuple(args), kwargs), tensors[0]
-        size, stride, start = call["size"], call["stride"], tensor.storage_offset()
-        offset = start if call["storage_offset"] is None else call["storage_offset"]
+        size, stride, start = call["size"], call["stride"], int(tensor.storage_offset())
+        offset: int = start if call["storage_offset"] is None else call["storage_offset"]
         if not _has_elements(tensor, size, stride, offset - start):
             raise OperatorError(
                 f"operator {self.func}: got size {tuple(size)}, stride {tuple(stride)} and storage offset {offset}, "

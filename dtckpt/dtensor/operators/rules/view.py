@@ -268,6 +268,7 @@ def _clone_of(view: Any) -> Callable[..., Any]:
 
 for _copy, _view_of in {
     _aten.alias_copy.default: _aten.alias.default,
+    _aten.as_strided_copy.default: _aten.as_strided.default,
     _aten.detach_copy.default: _aten.alias.default,
     _aten.diagonal_copy.default: _aten.diagonal.default,
     _aten.expand_copy.default: _aten.expand.default,
@@ -286,7 +287,7 @@ for _copy, _view_of in {
     _aten.unsqueeze_copy.default: _aten.unsqueeze.default,
     _aten.view_as_complex_copy.default: _aten.view_as_complex.default,
     _aten.view_as_real_copy.default: _aten.view_as_real.default,
-    _aten.view_copy.default: _aten.view.default,
+    _aten.view_copy.default: torch.reshape,
     _aten.view_copy.dtype: _aten.view.dtype,
 }.items():
     composite(_copy)(_clone_of(_view_of))
