@@ -20,6 +20,7 @@ if torch.torch_version.TorchVersion(torch.__version__) < OLDEST:
 # ruff: noqa: E402  (an older PyTorch lacks some of these; its user must learn the version that is needed, not a name)
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch._guards import detect_fake_mode
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake
 from torch.distributed import _functional_collectives, device_mesh, distributed_c10d
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -43,6 +44,7 @@ __all__ = [
     "foreach_types_of_gradients",
     "foreach_types_of_optimizers",
     "is_fake",
+    "suggest_memory_format",
     "tree_flatten",
     "tree_leaves",
     "tree_map_only",

@@ -35,7 +35,7 @@ class Plain:
     name: str = "plain"
 
     def distribute(self, tensor: torch.Tensor, position: int) -> torch.Tensor:
-        return tensor.detach().clone()
+        return tensor.detach().clone(memory_format=torch.contiguous_format)  # as DTensors are
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_flatten
 
-from .arrangements import ARRANGEMENTS, Arrangement, Plain
+from .arrangements import ARRANGEMENTS, Arrangement, Placed, Plain
 from .operator_samples import SEED, UNDETERMINED, Sample, operators, samples_of, seed_everything
 from .shares import share
 
@@ -81,7 +81,7 @@ class Outcome:
     sample: int
     arrangement: str
     verdict: str
-    """``right``, ``wrong value``, ``wrong shape``, ``wrong dtype``, ``wrong kind`` or ``error``."""
+    """``right``, ``wrong value``, ``wrong shape``, ``wrong strides``, ``wrong dtype``, ``wrong kind`` or ``error``."""
     text: str = ""
 
 
@@ -292,6 +292,16 @@ def _compare_tensors(leaf: Any, want: torch.Tensor, arrangement: Arrangement, wh
         raise WrongResult("wrong dtype", f"{what} is of {whole.dtype}, expected {want.dtype}")
     if by_value:
         _compare_values(whole, want.detach(), what)
+    if isinstance(arrangement, Placed) and want.layout is torch.strided and want.numel():
+        got, wanted = _memory(leaf), _memory(want)
+        if got != wanted:
+            raise WrongResult("wrong strides", f"{what} has strides and offset {got}, expected {wanted}")
+
+
+def _memory(tensor: torch.Tensor) -> tuple[list[int | None], int]:
+    """Return a tensor's strides, those of dims of size 1 apart, which lead nowhere, and its storage offset."""
+    strides = [step if size > 1 else None for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    return strides, tensor.storage_offset()
 
 
 def _compare_values(whole: torch.Tensor, want: torch.Tensor, what: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dtckpt.comm import torch_private
+from dtckpt.dtensor.operators import meta_strides
 from dtckpt.dtensor.tensor import DTensor
 
 Operator = Any
@@ -25,6 +26,8 @@ class Signature:
         defaults: Default values of the arguments, by name.
         written: Names of the arguments that the operator writes to.
         is_view: Whether the operator returns views of an argument.
+        keeps_offset: Whether the results begin in their storages after the first argument does, as views do.
+        returns_arguments: Whether the operator returns arguments, or views of them.
         is_inplace_view: Whether the operator gives its first argument other sizes and strides.
         returns_one_tensor: Whether the operator returns one tensor, and no list or tuple.
     """
@@ -33,6 +36,8 @@ class Signature:
     defaults: Mapping[str, Any]
     written: tuple[str, ...]
     is_view: bool
+    keeps_offset: bool
+    returns_arguments: bool
     is_inplace_view: bool
     returns_one_tensor: bool
 
@@ -46,21 +51,16 @@ _UNDECLARED_VIEWS = frozenset(
 )
 """Operators whose schemas promise copies, and whose results share memory with the source, so that writes reach it."""
 
-_DEVICE_DEPENDENT = frozenset(
-    getattr(torch.ops.aten, name).default
-    for name in (
-        "_fft_c2c",
-        "_fft_c2r",
-        "_fft_r2c",
-        "convolution",
-        "pixel_shuffle",
-        "reflection_pad2d",
-        "reflection_pad3d",
-        "replication_pad2d",
-        "replication_pad3d",
-    )
+
+_COPIES_OF_STORAGE = frozenset(
+    {
+        torch.ops.aten.as_strided_scatter.default,
+        torch.ops.aten.diagonal_scatter.default,
+        torch.ops.aten.select_scatter.default,
+        torch.ops.aten.slice_scatter.default,
+    }
 )
-"""Operators the strides of whose results depend on the device; PyTorch's meta kernels give those of another."""
+"""Operators that copy the storage of their first argument, with all that lies between its elements."""
 
 
 @cache  # bounded by the number of operators
@@ -68,12 +68,16 @@ def signature_of(func: Operator) -> Signature:
     """Return the facts of an operator's schema."""
     arguments = func._schema.arguments
     returns = func._schema.returns
+    is_view = func in _UNDECLARED_VIEWS or any(
+        one.alias_info is not None and not one.alias_info.is_write for one in returns
+    )
     return Signature(
         names=tuple(argument.name for argument in arguments),
         defaults={argument.name: argument.default_value for argument in arguments},
         written=tuple(one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write),
-        is_view=func in _UNDECLARED_VIEWS
-        or any(one.alias_info is not None and not one.alias_info.is_write for one in returns),
+        is_view=is_view,
+        keeps_offset=is_view or func in _COPIES_OF_STORAGE,
+        returns_arguments=is_view or any(one.alias_info is not None for one in returns),
         is_inplace_view=torch.Tag.inplace_view in func.tags,
         returns_one_tensor=[str(one.type) for one in returns] == ["Tensor"],
     )
@@ -171,13 +175,13 @@ def run_on_meta(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], 
         kwargs: Arguments by name.
         tensors: The tensors among all arguments, in order.
     """
-    if func in _DEVICE_DEPENDENT:
+    if func in meta_strides.DEVICE_DEPENDENT:
         with torch_private.FakeTensorMode():
             return func(*_with_empty_tensors(args, kwargs, tensors, tensors[0].device)[0])
     meta_args, meta_kwargs = _with_empty_tensors(args, kwargs, tensors, torch.device("meta"))
     if "device" in meta_kwargs:
         meta_kwargs["device"] = torch.device("meta")
-    results = func(*meta_args, **meta_kwargs)
+    results = meta_strides.correct(func, func(*meta_args, **meta_kwargs), meta_args)
     if any(tensor.numel() for tensor in (*tensors, *tensors_in([results]))):
         return results
     # Without elements the operator itself costs nothing, and tells strides that some meta kernels get wrong then.

@@ -132,7 +132,7 @@ class RulePlan:
         self._shapes = [rule.shape(number) for number in range(len(rule.results))]
         self._specs: list[Spec | None] = [None] * len(rule.results)
         self._moves = any(layout is not None for layout in choice.operands)
-        self._is_view = signature.is_view
+        self._is_view, self._keeps_offset = signature.is_view, signature.keeps_offset
         self._is_in_place = bool(signature.written)
         if not self._is_in_place:
             self._strides = strides_of_results(call, self._shapes)
@@ -163,7 +163,9 @@ class RulePlan:
     def _positions_if_simple(self, call: Call) -> tuple[int, ...] | None:
         """Return the positions of the tensors if the plan only runs the operator on components, else None."""
         positions = tuple(position for position, value in enumerate(call.args) if isinstance(value, torch.Tensor))
-        does_more = self._moves or self._is_view or self._is_in_place or self._local_sizes or self._offsets is not None
+        does_more = (
+            self._moves or self._keeps_offset or self._is_in_place or self._local_sizes or self._offsets is not None
+        )
         # Tensors in lists, or passed by name, are not among the positions.
         return positions if not does_more and len(positions) == len(call.tensors) else None
 
@@ -192,10 +194,9 @@ class RulePlan:
         # In place, the choice kept the layout of the first operand: its own components have been written to.
         if self._is_in_place:
             return self._after_writing(args, kwargs)
-        if not self._is_view:
-            return self._wrap_all(outputs)
-        results = self._wrap_all(outputs, nbytes_before(tensors[0]))
-        self._track_views(results, args, kwargs, tensors[0])
+        results = self._wrap_all(outputs, nbytes_before(tensors[0]) if self._keeps_offset else 0)
+        if self._is_view:
+            self._track_views(results, args, kwargs, tensors[0])
         return results
 
     def _run_on_device(
@@ -226,7 +227,7 @@ class RulePlan:
 
         Args:
             outputs: What the operator returned on every local device.
-            start: Where the tensor that the results view begins in its storage, in bytes.
+            start: Where the first operand begins in its storage, in bytes, if the results begin after it.
         """
         first = outputs[0]
         if isinstance(first, torch.Tensor):
@@ -249,7 +250,7 @@ class RulePlan:
                 self._results[number], self._shapes[number], self._strides[number], components[0].dtype
             )
             self._specs[number] = result_spec
-        if not self._is_view:
+        if not self._keeps_offset:
             return wrap_components(components, result_spec)
         offset = _offset_of(self.func, start + self._shifts[number], result_spec.dtype)
         return wrap_components(components, result_spec, offset=offset)
@@ -415,14 +416,16 @@ class CompositePlan:
 
     def _strides_of_new_results(self, call: Call, results: Any) -> list[tuple[int, ...]]:
         """Return the strides that the operator itself gives its results; none if these are not new, or not known."""
-        signature = signature_of(self.func)
         # What PyTorch decomposes gets its strides from the same operators as plain tensors do.
-        if signature.is_view or signature.written or self.function == self.func.decompose:
+        if signature_of(self.func).returns_arguments or self.function == self.func.decompose:
             return []
-        shapes = [tuple(result.shape) for result in tree_leaves(results) if isinstance(result, DTensor)]
+        found = [result for result in tree_leaves(results) if isinstance(result, DTensor)]
         # The function has succeeded: an error is that of a meta kernel which needs values.
-        with suppress(RuntimeError):
-            return [result.stride() for result in _meta_results(call, shapes)]
+        with suppress(UnknownResultError, RuntimeError):
+            if len(call.meta_results) == len(found):
+                pairs = zip(call.meta_results, found, strict=True)
+                # Statistics that nobody has computed may be empty.
+                return [(meta if meta.shape == one.shape else one).stride() for meta, one in pairs]
         return []
 
 

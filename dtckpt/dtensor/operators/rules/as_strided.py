@@ -1,4 +1,4 @@
-"""``as_strided``: a view by storage offset and strides, which are those of the global tensor."""
+"""``as_strided``, ``as_strided_scatter``: views by storage offset and strides, which are those of the global tensor."""
 
 from __future__ import annotations
 
@@ -28,24 +28,54 @@ class AsStridedPlan(ReplicationPlan):
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
         call, tensor = Call(self.func, tuple(args), kwargs), tensors[0]
-        size, stride, start = call["size"], call["stride"], int(tensor.storage_offset())
-        offset: int = start if call["storage_offset"] is None else call["storage_offset"]
-        if not _has_elements(tensor, size, stride, offset - start):
-            raise OperatorError(
-                f"operator {self.func}: got size {tuple(size)}, stride {tuple(stride)} and storage offset {offset}, "
-                f"expected a view of elements of the DTensor, of shape {tuple(tensor.shape)}, stride {tensor.stride()} "
-                f"and storage offset {start}"
-            )
+        shift = _shift_of(call, tensor)
         # Components need not begin where the tensor does in its storage: so count from the beginning of each.
         source = alias_of(tensor, offset=0)
-        view = super().run((source, size, stride, offset - start), {}, [source])
-        result = alias_of(view, offset=offset)
+        view = super().run((source, call["size"], call["stride"], shift), {}, [source])
+        result = alias_of(view, offset=int(tensor.storage_offset()) + shift)
         share_writes(result, view)
         return result
 
 
+class AsStridedScatterPlan(ReplicationPlan):
+    """Replicate the tensors, the first with the strides of the global tensor, and copy it with other elements."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__(call, _scatter)
+
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
+        """As `Plan.run`."""
+        call, tensor = Call(self.func, tuple(args), kwargs), tensors[0]
+        result = super().run((*args[:2], call["size"], call["stride"], _shift_of(call, tensor)), {}, tensors)
+        return alias_of(result, offset=int(tensor.storage_offset()))
+
+
+def _shift_of(call: Call, tensor: DTensor) -> int:
+    """Return how many elements after a tensor a view of its storage begins.
+
+    Raises:
+        OperatorError: The view has elements that the tensor has not.
+    """
+    size, stride, start = call["size"], call["stride"], int(tensor.storage_offset())
+    offset: int = start if call["storage_offset"] is None else call["storage_offset"]
+    if not _has_elements(tensor, size, stride, offset - start):
+        raise OperatorError(
+            f"operator {call.func}: got size {tuple(size)}, stride {tuple(stride)} and storage offset {offset}, "
+            f"expected a view of elements of the DTensor, of shape {tuple(tensor.shape)}, stride {tensor.stride()} "
+            f"and storage offset {start}"
+        )
+    return offset - start
+
+
 def _view(component: torch.Tensor, size: Sequence[int], stride: Sequence[int], shift: int) -> torch.Tensor:
     return component.as_strided(tuple(size), tuple(stride), component.storage_offset() + shift)
+
+
+def _scatter(
+    component: torch.Tensor, source: torch.Tensor, size: Sequence[int], stride: Sequence[int], shift: int
+) -> torch.Tensor:
+    offset = component.storage_offset() + shift
+    return torch.as_strided_scatter(component, source, tuple(size), tuple(stride), offset)
 
 
 def _has_elements(tensor: DTensor, size: Sequence[int], stride: Sequence[int], shift: int) -> bool:
@@ -66,3 +96,4 @@ def _span(size: Sequence[int], stride: Sequence[int]) -> int:
 
 
 PLANNERS[torch.ops.aten.as_strided.default] = AsStridedPlan
+PLANNERS[torch.ops.aten.as_strided_scatter.default] = AsStridedScatterPlan

@@ -1,0 +1,86 @@
+"""Strides that PyTorch's meta kernels get wrong: those of another device, or of a kernel that works in another way.
+
+`dtckpt.dtensor.operators.call.run_on_meta` runs meta kernels for the metadata of results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dtckpt.comm.torch_private import suggest_memory_format
+
+_aten = torch.ops.aten
+
+DEVICE_DEPENDENT = frozenset(
+    getattr(_aten, name).default
+    for name in (
+        "_fft_c2c",
+        "_fft_c2r",
+        "_fft_r2c",
+        "convolution",
+        "pixel_shuffle",
+        "reflection_pad2d",
+        "reflection_pad3d",
+        "replication_pad2d",
+        "replication_pad3d",
+    )
+)
+"""Operators the strides of whose results depend on the device, so that a fake tensor has to tell them."""
+
+
+def _as_pair(result: torch.Tensor, one: torch.Tensor, other: Any, *_: Any) -> torch.Tensor:
+    """Return a result of an operator on the elements of two tensors."""
+    del result
+    return torch.eq(one, other)
+
+
+def _as_image(result: torch.Tensor, image: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return a tensor of the result's shape in the memory format of an image: contiguous, or with channels last."""
+    return torch.empty(result.shape, memory_format=suggest_memory_format(image), device="meta")
+
+
+def _contiguous(result: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.empty(result.shape, device="meta")
+
+
+_CORRECTIONS: dict[Any, Callable[..., torch.Tensor]] = {
+    **dict.fromkeys((_aten.copysign.Tensor, _aten.floor_divide.default), _as_pair),
+    **dict.fromkeys((_aten.div.Tensor_mode, _aten.native_dropout_backward.default), _as_pair),
+    **dict.fromkeys(
+        (
+            _aten.native_batch_norm.default,
+            _aten._native_batch_norm_legit.default,
+            _aten._native_batch_norm_legit.no_stats,
+            _aten._batch_norm_with_update.default,
+            _aten.native_batch_norm_backward.default,
+            _aten.batch_norm_backward.default,
+            _aten.max_unpool2d.default,
+            _aten.max_unpool3d.default,
+            _aten.channel_shuffle.default,
+        ),
+        _as_image,
+    ),
+    _aten.nll_loss2d_forward.default: _contiguous,
+}
+"""By operator, what returns a tensor with the strides of the first result, from that result and the arguments."""
+
+
+def correct(func: Any, results: Any, args: Sequence[Any]) -> Any:
+    """Return an operator's results on meta tensors with the strides that it gives on others.
+
+    Args:
+        func: The operator.
+        results: What its meta kernel has returned: one tensor, or several.
+        args: Its positional arguments, with meta tensors.
+    """
+    correction = _CORRECTIONS.get(func)
+    if correction is None:
+        return results
+    is_one = isinstance(results, torch.Tensor)
+    first = results if is_one else results[0]
+    stride = correction(first, *args).stride()
+    corrected = torch.empty_strided(first.shape, stride, dtype=first.dtype, device="meta")
+    return corrected if is_one else (corrected, *results[1:])
