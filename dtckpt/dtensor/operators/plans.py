@@ -138,7 +138,7 @@ class RulePlan:
             self._strides = strides_of_results(call, self._shapes)
             # Where the results begin after the operand that they view.
             self._shifts = [nbytes_before(one) for one in _meta_results(call, self._shapes)] or [0] * len(self._shapes)
-        self._makes_copy = rule.makes_copy
+        self._makes_copy, self._may_copy = rule.makes_copy, rule.local is not None
         # Whether a view's component follows from the source's component on the same device.
         self._is_local = self._operands[0] is None and not rule.takes_offsets if self._operands else False
         # Arguments that name sizes of the result, as in ``expand``: each device gets the sizes of its component.
@@ -257,15 +257,16 @@ class RulePlan:
 
     def _track_views(self, results: Any, args: Args, kwargs: Kwargs, source: DTensor) -> None:
         """Have views share writes with their source: by memory if they share it, else by `view_tracking`."""
-        local = self._local_view(args, kwargs) if self._is_local else None
+        may_share = self._is_local and source._view is None
         for number, result in enumerate([results] if isinstance(results, DTensor) else results):
             # A component may have had to be copied, as where its strides do not allow the view. Clients may differ in
             # this, since nothing is exchanged for such a view.
-            if local and source._view is None and share_memory(result, source):
+            if may_share and (not self._may_copy or share_memory(result, source)):
                 view_tracking.share_writes(result, source)
-            else:
-                call = Call(self.func, tuple(args), kwargs)
-                view_tracking.track_view(result, source, call, None if result is results else number, local)
+                continue
+            call = Call(self.func, tuple(args), kwargs)
+            local = self._local_view(args, kwargs) if self._is_local else None
+            view_tracking.track_view(result, source, call, None if result is results else number, local)
 
     def _local_view(self, args: Args, kwargs: Kwargs) -> view_tracking.LocalView:
         """Return the function that views a component of the source as the plan's operator does."""
@@ -323,7 +324,7 @@ def share_memory(one: DTensor, other: DTensor) -> bool:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.is_meta or one.data_ptr() == other.data_ptr() or not one.numel():
+    if one.is_meta or one.layout is not torch.strided or one.data_ptr() == other.data_ptr() or not one.numel():
         return True
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
