@@ -66,10 +66,13 @@ def placements(draw, mesh: Mesh, ndim: int, *, can_wait: bool = True) -> list[Pl
 
 
 def check(pair: Pair) -> None:
-    """Compare shape, dtype and the values of every device."""
+    """Compare shape, dtype, strides, and the values of every device."""
     ours, plain = pair.ours, pair.plain.detach()
     assert isinstance(ours, DTensor)
     assert (ours.shape, ours.dtype) == (plain.shape, plain.dtype)
+    if plain.numel():
+        assert (steps_of(ours), ours.storage_offset()) == (steps_of(plain), plain.storage_offset())
+    assert ours.is_contiguous() == plain.is_contiguous()
     layout, mesh = ours.layout, ours.device_mesh
     if layout.partial:
         torch.testing.assert_close(ours.detach().full_tensor(), plain, rtol=1e-9, atol=1e-9)
@@ -77,6 +80,11 @@ def check(pair: Pair) -> None:
     for device, component in zip(mesh.local_device_ids(), ours.components, strict=True):
         part = plain[layout.region(device, tuple(plain.shape)).slices()]
         torch.testing.assert_close(component.detach(), part, rtol=1e-9, atol=1e-9)
+
+
+def steps_of(tensor: torch.Tensor) -> list[int | None]:
+    """Return a tensor's strides; those of dims of size 1 lead nowhere."""
+    return [step if size > 1 else None for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 # --- steps --------------------------------------------------------------------------------------------------------
@@ -370,7 +378,10 @@ def move(draw, pairs, values):
     note(f"{number} to {wanted}")
     ours, plain = pairs[number].ours, pairs[number].plain
     moved = ours.redistribute(placements=wanted)
-    pairs[number] = Pair(moved, plain.view_as(plain) if moved.layout == ours.layout else plain.clone())
+    pairs[number] = Pair(
+        moved,
+        plain.view_as(plain) if moved.layout == ours.layout else plain.clone(memory_format=torch.contiguous_format),
+    )
 
 
 STEPS = [add_views] * 3 + [write] * 4 + [reshape, take_over, move]
