@@ -49,7 +49,7 @@ class Drawer(Words):
                 break
             (family,) = rng.choices(list(SHARES), list(SHARES.values()))
             self.statement(rng.choice(FAMILIES[family]))
-        self._end()
+        self.end()
         return self.result()
 
     def result(self) -> Program:
@@ -128,8 +128,17 @@ class Drawer(Words):
             return False
         return not self.is_exact or bool((values.double() * 1024 % 1 == 0).all())
 
-    def _end(self) -> None:
-        """Take gradients of all that has some, then write to each variable, so that whatever shares memory shows."""
+    def end(self) -> None:
+        """Take the gradients, then write to each variable, so that whatever shares memory shows."""
+        self.take_gradients()
+        for number, (name, each) in enumerate(tensors_of(self.variables).items()):
+            kind = kind_of(each.dtype)
+            target = f"{name}.data" if self.rng.random() < 0.3 else f"{name}.detach()"
+            write = "logical_not_()" if kind == "b" else f"add_({2**number})" if self.is_exact else f"fill_({number})"
+            self._add(f"{target}.{write}", "write at the end")
+
+    def take_gradients(self) -> None:
+        """Take the gradients of all leaves, from all variables that have some."""
         live = tensors_of(self.variables)
         leaves = [name for name, each in live.items() if each.requires_grad and each.is_leaf]
         roots = [name for name, each in live.items() if each.requires_grad and not each.is_leaf]
@@ -138,11 +147,6 @@ class Drawer(Words):
             gradients = ", ".join(f"grad_{name}" for name in leaves)
             source = f"{gradients}, = torch.autograd.grad(loss({', '.join(roots)}), [{', '.join(leaves)}], {options})"
             self._add(source, "gradients at the end")
-        for number, (name, each) in enumerate(tensors_of(self.variables).items()):
-            kind = kind_of(each.dtype)
-            target = f"{name}.data" if self.rng.random() < 0.3 else f"{name}.detach()"
-            write = "logical_not_()" if kind == "b" else f"add_({2**number})" if self.is_exact else f"fill_({number})"
-            self._add(f"{target}.{write}", "write at the end")
 
 
 def draw(seed: int, num_clients: int = 1) -> Program:

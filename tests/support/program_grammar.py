@@ -77,14 +77,15 @@ def pointwise_rows() -> Iterator[Row]:
     """Yield a row, and one in place if there is such a variant, for each pointwise operator of the catalogue."""
     for entry in sorted(set(entries())):
         name, _, overload = entry.name.partition(".")
-        if entry.module not in {"any", "pointwise"} or name.endswith("_backward"):
+        if entry.module not in {"any", "pointwise"} or name.endswith("_backward") or name == "clamp":
             continue
         arguments = _arguments(getattr(getattr(torch.ops.aten, name), overload)._schema.arguments)
         if arguments is None:
             continue
         kinds = KINDS.get(name, "ib" if "bitwise" in name or "shift" in name else "fffcib")
         yield Row(f"torch.ops.aten.{name}.{overload}({arguments})", kinds, numbers=numbers_of(name))
-        if overload in getattr(getattr(torch.ops.aten, f"{name}_", None), "overloads", list)():
+        in_place = getattr(torch.ops.aten, f"{name}_", None)
+        if arguments.startswith("{x}") and in_place is not None and overload in in_place.overloads():
             template = f"torch.ops.aten.{name}_.{overload}({arguments})"
             yield Row(template, kinds, numbers=numbers_of(name), writes=True)
 
@@ -100,11 +101,12 @@ def _arguments(arguments: Iterable[torch.Argument]) -> str | None:
         if argument.has_default_value():
             break
         if kind == "Tensor":
-            made.append("{mask}" if argument.name in {"mask", "condition"} else next(operands, "{same}"))
+            word = "{mask}" if argument.name in {"mask", "condition"} else next(operands, "{same}")
         elif kind in _SCALARS:
-            made.append(_SCALARS[kind])
+            word = _SCALARS[kind]
         else:
             return None
+        made.append(f"{argument.name}={word}" if argument.kwarg_only else word)
     return ", ".join(made) if "{x}" in made else None
 
 

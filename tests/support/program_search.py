@@ -43,11 +43,11 @@ class Failure:
         raising = plain_errors(at) | ({found.position} if found.kind == "raises" else set())
         where = f"statement {found.position}" if found.position < len(at.statements) else "the end"
         script = at.source(mesh_of(at.axes), raising, found.variable)
-        on = f" on {self.clients} clients" if self.clients > 1 else ""
-        replay = f"DTCKPT_PROGRAM_SEED={at.seed} replays it" + (
-            f", with DTCKPT_PROGRAM_CLIENTS={self.clients}" if on else ""
-        )
-        return f"{found.kind} of {found.variable or 'the program'}{on} at {where}: {found.text}\n({replay})\n\n{script}"
+        replay = f"DTCKPT_PROGRAM_SEED={at.seed}"
+        if self.clients > 1:
+            replay += f" DTCKPT_PROGRAM_CLIENTS={self.clients}"
+            where += f", on {self.clients} clients that share the devices of this mesh"
+        return f"{found.kind} of {found.variable or 'the program'} at {where}: {found.text}\n{replay}\n\n{script}"
 
     @property
     def group(self) -> tuple[str, str]:

@@ -45,7 +45,8 @@ class Variables:
     def __init__(self, rng: random.Random, axes: dict[str, int]) -> None:
         self.rng, self.axes = rng, axes
         self.is_exact = rng.random() < 0.6
-        self.can_be_pending, self.has_gradients = rng.random() < 0.7, rng.random() < 0.5
+        self.can_be_pending = rng.random() < 0.7
+        self.gradient_share = rng.choice([0.0, 0.6])
         self.inputs: list[Input] = []
         self.variables: dict[str, Any] = namespace()
 
@@ -66,7 +67,7 @@ class Variables:
             elif way > 0.8 and self.can_be_pending:
                 waiting.append((axis, rng.choice(reductions)))
         waiting = [(axis, waiting[0][1]) for axis, _ in waiting]
-        needs = self.has_gradients and kind in "fc" and rng.random() < 0.6
+        needs = kind in "fc" and rng.random() < self.gradient_share
         made = Input(
             name,
             tuple(shape),

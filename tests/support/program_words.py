@@ -34,9 +34,9 @@ class Words(Variables):
         except Unfit:
             if self.rng.random() < 0.5:
                 raise
-        return self._input_for(row)
+        return self.input_for(row)
 
-    def _input_for(self, row: Row) -> str:
+    def input_for(self, row: Row) -> str:
         kind, ranks = self.rng.choice(row.kinds), row.ranks
         names = [name for name in FLOATS + OTHERS if KINDS.get(name, "i") == kind]
         if kind == "f" and not self.is_exact:
