@@ -29,6 +29,7 @@ FOLDERS_AND_FILES = (
     "dtensor/operators/test_compile.py",
     "dtensor/operators/test_database.py",
     "dtensor/operators/test_gpt.py",
+    "dtensor/operators/test_random_programs.py",
     "dtensor/operators/test_silent_faults.py",
     "dtensor/parallel/test_compile.py",
     "dtensor/test_serialization.py",

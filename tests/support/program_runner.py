@@ -1,0 +1,235 @@
+"""Run a random program on plain tensors and on DTensors, statement by statement, and return the first difference."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from dtckpt import Mesh
+from dtckpt.dtensor import DTensor
+
+from .random_programs import Input, Program, loss
+
+Namespace = dict[str, Any]
+
+TOLERANCES = {
+    torch.bfloat16: 0.1,
+    torch.float16: 0.02,
+    torch.float32: 1e-3,
+    torch.complex64: 1e-3,
+    torch.float64: 1e-6,
+    torch.complex128: 1e-6,
+}
+"""Of programs that are not exact, relative to the largest element. Elements of another tensor differ by more."""
+
+# Accepted departures, each with its place in docs/departures.md:
+# * "Tensors that distribute_tensor or a redistribution makes have contiguous strides": the inputs are contiguous.
+# * "A pending sum stays pending through operators that are linear in it" and may then give NaN for infinity: programs
+#   have finite numbers only (`program_draw`).
+# * "torch.autograd.grad returns the zero gradients of in-place copysign, nextafter and sgn as plain tensors".
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a run on DTensors departs from the run on plain tensors.
+
+    Args:
+        kind: What differs: ``values``, ``stride``, ``raises``, ...
+        position: The statement after which it was seen; the number of statements for the end of the program.
+        variable: Whose it is; empty for errors.
+        text: What was expected, and what was found.
+    """
+
+    kind: str
+    position: int
+    variable: str
+    text: str
+
+
+@lru_cache(maxsize=10_000)
+def _compiled(source: str) -> CodeType:
+    return compile(source, "<program>", "exec")
+
+
+def namespace() -> Namespace:
+    return {"torch": torch, "F": functional, "loss": loss}
+
+
+def execute(source: str, variables: Namespace) -> Exception | None:
+    """Run a statement; return what it raises."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(_compiled(source), variables)
+    except Exception as error:
+        return error
+    return None
+
+
+def tensors_of(variables: Namespace) -> dict[str, torch.Tensor]:
+    return {name: each for name, each in variables.items() if isinstance(each, torch.Tensor)}
+
+
+def plain_errors(program: Program) -> set[int]:
+    """Return the positions of the statements that raise on plain tensors."""
+    variables = namespace() | {each.name: each.plain() for each in program.inputs}
+    return {
+        position
+        for position, statement in enumerate(program.statements)
+        if execute(statement.source, variables) is not None
+    }
+
+
+def difference(
+    program: Program, mesh: Mesh, *, ignored: Collection[str] = (), goes_on: bool = False
+) -> Difference | None:
+    """Run a program both ways; return the first difference.
+
+    Collective: Over the mesh's clients.
+
+    Args:
+        program: Its mesh has the axes of ``mesh``.
+        mesh: Where the DTensors lie.
+        ignored: Kinds of differences that do not count.
+        goes_on: Whether to run the statements after a difference, too, so that all clients make the same calls
+            whatever each of them finds.
+    """
+    first = None
+    for found in _differences(program, mesh):
+        if found.kind not in ignored:
+            first = first or found
+            if not goes_on:
+                break
+    return first
+
+
+def _differences(program: Program, mesh: Mesh) -> Iterator[Difference]:
+    plain = namespace() | {each.name: each.plain() for each in program.inputs}
+    ours = namespace() | {each.name: _distributed(each, mesh) for each in program.inputs}
+    for position, statement in enumerate(program.statements):
+        before = _versions(plain), _versions(ours)
+        expected, error = execute(statement.source, plain), execute(statement.source, ours)
+        if "autograd.grad" in statement.source:
+            _take_plain_zeros(plain, ours)
+        if (expected is None) != (error is None):
+            kind = "does not raise" if error is None else "raises"
+            yield Difference(kind, position, "", f"expected {_named(expected)}, got {_named(error)}")
+            return  # the variables are no longer the same
+        for name, each in tensors_of(plain).items():
+            made = ours.get(name)
+            for kind, text in _wrong_facts(each, made):
+                yield Difference(kind, position, name, text)
+        if program.looks:
+            yield from _wrong_values(program, plain, ours, position)
+        changes = [
+            {name for name, count in _versions(each).items() if old.get(name, count) != count}
+            for each, old in zip((plain, ours), before, strict=True)
+        ]
+        for name in sorted(changes[0] ^ changes[1]):
+            yield Difference(
+                "version", position, name, f"_version changed: {name in changes[0]}, ours {name in changes[1]}"
+            )
+    yield from _wrong_values(program, plain, ours, len(program.statements))
+
+
+def _distributed(each: Input, mesh: Mesh) -> DTensor:
+    return each.distributed(mesh)
+
+
+def _take_plain_zeros(plain: Namespace, ours: Namespace) -> None:
+    """Forget gradients that are plain tensors of zeros, as of in-place `copysign` and `sgn`: an accepted departure."""
+    for name, each in list(ours.items()):
+        if (
+            isinstance(each, torch.Tensor)
+            and not isinstance(each, DTensor)
+            and not each.any()
+            and not plain[name].any()
+        ):
+            del plain[name], ours[name]
+
+
+def _named(error: Exception | None) -> str:
+    return "no error" if error is None else f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def _versions(variables: Namespace) -> dict[str, int]:
+    return {name: each._version for name, each in tensors_of(variables).items()}
+
+
+def _facts(tensor: torch.Tensor) -> dict[str, Any]:
+    made = {
+        "dtype": tensor.dtype,
+        "shape": tuple(tensor.shape),
+        "stride": tensor.stride(),
+        "offset": tensor.storage_offset(),
+        "is_contiguous": tensor.is_contiguous(),
+        "requires_grad": tensor.requires_grad,
+        "is_leaf": tensor.is_leaf,
+        "grad_fn": tensor.grad_fn is not None,
+    }
+    if tensor.ndim == 4:
+        made["channels_last"] = tensor.is_contiguous(memory_format=torch.channels_last)
+    return made
+
+
+def _wrong_facts(plain: torch.Tensor, ours: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(ours, DTensor):
+        yield "class", f"expected a DTensor, got {type(ours).__name__}"
+        return
+    try:
+        found = _facts(ours)
+    except Exception as error:
+        yield "facts raise", _named(error)
+        return
+    for kind, expected in _facts(plain).items():
+        if found[kind] != expected:
+            yield kind, f"expected {expected}, got {found[kind]}"
+
+
+def _wrong_values(program: Program, plain: Namespace, ours: Namespace, position: int) -> Iterator[Difference]:
+    for name, each in tensors_of(plain).items():
+        made = ours.get(name)
+        if not isinstance(made, torch.Tensor) or made.shape != each.shape or made.dtype != each.dtype:
+            continue
+        try:
+            with torch.no_grad():
+                text = _wrong_elements(made, each.detach(), is_exact=program.is_exact)
+        except Exception as error:
+            yield Difference("values raise", position, name, _named(error))
+            continue
+        if text:
+            yield Difference("values", position, name, text)
+
+
+def _wrong_elements(ours: torch.Tensor, plain: torch.Tensor, *, is_exact: bool) -> str:
+    """Return what is wrong; components are looked at as they are, and only terms are reduced first."""
+    if not isinstance(ours, DTensor) or ours.layout.partial:
+        whole = ours.detach().full_tensor() if isinstance(ours, DTensor) else ours
+        is_right = are_equal(whole, plain, is_exact=is_exact)
+        return "" if is_right else f"expected {plain.tolist()}, got {whole.tolist()}"
+    layout, shape = ours.layout, tuple(plain.shape)
+    for device, component in zip(layout.mesh.local_device_ids(), ours.components, strict=True):
+        part = plain[layout.region(device, shape).slices()]
+        if not are_equal(component.detach(), part, is_exact=is_exact):
+            return f"component of device {device}: expected {part.tolist()}, got {component.tolist()}, {layout}"
+    return ""
+
+
+def are_equal(ours: torch.Tensor, plain: torch.Tensor, *, is_exact: bool) -> bool:
+    """Whether tensors have equal elements, or close ones if the numbers are not exact."""
+    if ours.shape != plain.shape or ours.dtype != plain.dtype:
+        return False
+    if torch.equal(ours, plain):
+        return True
+    tolerance = TOLERANCES.get(plain.dtype, 0.0)
+    if is_exact or not tolerance:
+        return False
+    apart = (ours.resolve_conj() - plain.resolve_conj()).abs().max()
+    return bool(apart <= tolerance * max(1.0, float(plain.abs().max())))
