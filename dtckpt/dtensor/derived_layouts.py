@@ -9,7 +9,7 @@ import numpy as np
 
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
-from dtckpt.layout.placement import Placement, Replicate
+from dtckpt.layout.placement import Placement, Replicate, placement_of
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -31,9 +31,12 @@ def cached_layout(mesh: Mesh, placements: Sequence[Placement] | None, ndim: int)
     """
     if placements is None:
         placements = (Replicate(),) * mesh.ndim
-    if not isinstance(placements, Sequence) or not all(isinstance(each, Placement) for each in placements):
+    if not isinstance(placements, Sequence):
         return Layout.from_placements(mesh, placements, ndim)  # which raises a fitting error
-    return _layout(mesh, id(mesh), tuple(placements), ndim)
+    converted = tuple(map(placement_of, placements))
+    if not all(isinstance(each, Placement) for each in converted):
+        return Layout.from_placements(mesh, converted, ndim)  # as above
+    return _layout(mesh, id(mesh), converted, ndim)
 
 
 @lru_cache(maxsize=4096)

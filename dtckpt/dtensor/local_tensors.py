@@ -249,13 +249,13 @@ def whole_gradient_layout(tensor: DTensor, placements: Sequence[Placement]) -> L
         )
     if mesh.num_clients == mesh.size():
         return layout
-    if len(set(placements)) > 1:
+    if len(set(layout.placements)) > 1:
         raise LayoutError(
             f"full_tensor: got grad_placements {list(placements)} on mesh {mesh.axis_sizes} of clients "
             f"{capped(mesh.clients)}, expected one placement along all axes, as a client with several devices has one "
             "gradient"
         )
-    return cached_layout(one_device_per_client(mesh), placements[:1], tensor.ndim)
+    return cached_layout(one_device_per_client(mesh), layout.placements[:1], tensor.ndim)
 
 
 def full_tensor(tensor: DTensor, gradient: Layout | None = None) -> torch.Tensor:
