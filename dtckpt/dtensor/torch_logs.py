@@ -1,8 +1,8 @@
 """The setting ``TORCH_LOGS="dtensor"``, or `torch._logging.set_logs`: the log ``dtckpt.dtensor`` follows PyTorch's.
 
 ``+dtensor`` (debug) shows which way each operator runs, the layouts chosen for it, and each redistribution; ``dtensor``
-(info) shows which operators have no rule. The settings ``all`` and ``distributed`` include it. The lines go where PyTorch's
-own go.
+(info) shows which operators have no rule. The settings ``all`` and ``distributed`` include it. The lines go where
+PyTorch's own go.
 """
 
 from __future__ import annotations
