@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -397,6 +397,10 @@ class DTensor(torch.Tensor):
         return drawn(Subject(self._layout, tuple(self.shape)), f"{type(self).__name__} of {self.dtype}")
 
 
+@overload
+def fetch_layout(tensor: torch.Tensor) -> Layout: ...
+@overload
+def fetch_layout(tensor: object) -> Layout | None: ...
 def fetch_layout(tensor: object) -> Layout | None:
     """Return a DTensor's layout; None for a value that is no tensor, as in TensorFlow.
 

@@ -13,7 +13,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,10 @@ from dtckpt.comm import torch_private
 REASON = "dtckpt runs operators on DTensors itself; torch.compile compiles what is between them"
 
 _FOLDER = str(Path(__file__).parent)
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_IS_INLINED = "_is_inlined"
+"""Attribute of functions that `inlined` has marked."""
 
 _UNTRACEABLE = (
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
@@ -53,6 +57,15 @@ def _function_of(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def inlined(function: _F) -> _F:
+    """Exempt a function from `keep_from_tracing` where it is called by what is traced.
+
+    It stands in for a function of PyTorch's, which is compiled as part of its callers if all tensors are plain.
+    """
+    setattr(function, _IS_INLINED, True)
+    return function
+
+
 def keep_from_tracing(members: Iterable[Any], *, with_callees: bool = True) -> None:
     """Have `torch.compile` skip functions: the graph breaks at a call, and the function runs as without compilation.
 
@@ -65,13 +78,15 @@ def keep_from_tracing(members: Iterable[Any], *, with_callees: bool = True) -> N
     """
     dynamo = torch_private.dynamo
     skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
-    strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)
     for function in _functions_of(members):
         code = _own_code_of(function)
         if code is None:
             continue
-        function._torchdynamo_disable = True  # type: ignore[attr-defined]
-        function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
+        is_inlined = hasattr(function, _IS_INLINED)
+        if not is_inlined:
+            function._torchdynamo_disable = True  # type: ignore[attr-defined]
+            function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
+        strategy = dynamo._FrameExecStrategy(skip, skip if with_callees and not is_inlined else default)
         for one in _with_inner(code):
             dynamo.set_code_exec_strategy(one, strategy)
 

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dtckpt.dtensor.derived_layouts import cached_layout
 from dtckpt.dtensor.distribute import distribute_tensor
-from dtckpt.dtensor.tensor import DTensor, described
+from dtckpt.dtensor.tensor import DTensor, described, fetch_layout
 from dtckpt.errors import LayoutError
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement
@@ -47,7 +47,7 @@ def distribute_parameter(
         made = distribute_tensor(parameter.detach(), mesh, (placement,), src_data_rank=src_data_rank)
         distributed = nn.Parameter(made, requires_grad=parameter.requires_grad)
         _replacements[parameter] = weakref.ref(distributed)
-    layout, present = cached_layout(mesh, (placement,), distributed.ndim), distributed.layout
+    layout, present = cached_layout(mesh, (placement,), distributed.ndim), fetch_layout(distributed)
     if present != layout:
         raise LayoutError(
             f"parameter {name!r} of {type(module).__name__} was distributed before, perhaps as the parameter of "
