@@ -21,7 +21,7 @@ from dtckpt.comm import torch_private
 from dtckpt.dtensor.derived_layouts import cached_layout, mesh_of_all_clients
 from dtckpt.dtensor.redistribute import redistribute_all
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.dtensor.torch_compile import inlined
+from dtckpt.dtensor.torch_compile import traced
 from dtckpt.layout.mesh import Mesh
 
 _clip_grad: Any = torch_private.gradient_clipping
@@ -51,7 +51,7 @@ def _to_mesh(tensors: Sequence[torch.Tensor], mesh: Mesh | None) -> list[torch.T
 # --- norms of gradients -------------------------------------------------------------------------------------------
 
 
-@inlined
+@traced
 @wraps(_get_total_norm)
 def _total_norm(
     tensors: torch.Tensor | Iterable[torch.Tensor],
@@ -82,7 +82,7 @@ def _norms_on_one_mesh(tensors: list[torch.Tensor], order: float, foreach: bool 
         return _to_mesh(norms, mesh_of_all_clients(meshes))
 
 
-@inlined
+@traced
 @wraps(_clip_grads_with_norm)
 def _clip_with_norm(
     parameters: torch.Tensor | Iterable[torch.Tensor],

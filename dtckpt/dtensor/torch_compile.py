@@ -24,8 +24,8 @@ REASON = "dtckpt runs operators on DTensors itself; torch.compile compiles what 
 _FOLDER = str(Path(__file__).parent)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_IS_INLINED = "_is_inlined"
-"""Attribute of functions that `inlined` has marked."""
+_IS_TRACED = "_is_traced"
+"""Attribute of functions that `traced` has marked."""
 
 _UNTRACEABLE = (
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
@@ -57,12 +57,13 @@ def _function_of(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def inlined(function: _F) -> _F:
-    """Exempt a function from `keep_from_tracing` where it is called by what is traced.
+def traced(function: _F) -> _F:
+    """Exempt a function from `keep_from_tracing`.
 
-    It stands in for a function of PyTorch's, which is compiled as part of its callers if all tensors are plain.
+    It stands in for a function of PyTorch's, which is compiled for plain tensors. For DTensors it calls functions that
+    are not traced.
     """
-    setattr(function, _IS_INLINED, True)
+    setattr(function, _IS_TRACED, True)
     return function
 
 
@@ -78,15 +79,13 @@ def keep_from_tracing(members: Iterable[Any], *, with_callees: bool = True) -> N
     """
     dynamo = torch_private.dynamo
     skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)
     for function in _functions_of(members):
         code = _own_code_of(function)
-        if code is None:
+        if code is None or hasattr(function, _IS_TRACED):
             continue
-        is_inlined = hasattr(function, _IS_INLINED)
-        if not is_inlined:
-            function._torchdynamo_disable = True  # type: ignore[attr-defined]
-            function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
-        strategy = dynamo._FrameExecStrategy(skip, skip if with_callees and not is_inlined else default)
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]
         for one in _with_inner(code):
             dynamo.set_code_exec_strategy(one, strategy)
 
