@@ -101,7 +101,7 @@ def _encode_padded(
     """Encode sequences; without nested tensors if they, their padding or the parameters are DTensors."""
     values = (src, src_key_padding_mask, next(encoder.parameters(), None))
     if src_key_padding_mask is None or not any(isinstance(one, DTensor) for one in values):
-        return _encode(encoder, src, mask, src_key_padding_mask, is_causal)
+        return _encode(encoder, src, mask, src_key_padding_mask, is_causal)  # type: ignore[no-any-return]  # private
     return _encode_without_nesting(encoder, src, mask, src_key_padding_mask, is_causal)
 
 
@@ -180,7 +180,7 @@ def install() -> None:
             setattr(module, _UNWRAP, _unwrap_for_comparison)
     _pair._check_supported = _check_supported_layout
     setattr(functional_collectives, RESOLVE_GROUP, _resolve_mesh)
-    torch.nn.TransformerEncoder.forward = _encode_padded  # type: ignore[method-assign]
+    torch.nn.TransformerEncoder.forward = _encode_padded  # type: ignore[assignment, method-assign]
     torch.optim.Optimizer.add_param_group = _add_parameters  # type: ignore[assignment, method-assign]
     foreach_types: tuple[list[Any], ...] = (foreach_types_of_optimizers, foreach_types_of_gradients)
     for types in foreach_types:
