@@ -107,6 +107,10 @@ assert_async: Any = torch._assert_async
 foreach_copy: Any = torch._foreach_copy_
 foreach_norm: Any = torch._foreach_norm
 masked_ops: Any = torch.masked._ops
+gradient_clipping: Any = torch.nn.utils.clip_grad
+"""Its functions ``_get_total_norm`` and ``_clip_grads_with_norm_`` are public under names without underscore."""
+lbfgs: Any = torch.optim.LBFGS
+"""Its methods ``_gather_flat_grad`` and ``_add_grad`` make one vector of all gradients, and add one to parameters."""
 rebuild_tensor_v2: Any = torch._utils._rebuild_tensor_v2
 """What files of ``torch.save`` name to make a tensor; `rebuild_tensor_v3` is for dtypes that have no storage class."""
 rebuild_tensor_v3: Any = torch._utils._rebuild_tensor_v3

@@ -9,7 +9,7 @@ import sys
 
 from torch.serialization import add_safe_globals
 
-from dtckpt.dtensor import debug, experimental, parallel, placement_types, torch_hooks
+from dtckpt.dtensor import debug, experimental, parallel, placement_types, several_meshes, torch_hooks
 from dtckpt.dtensor.components import pack, unpack
 from dtckpt.dtensor.distribute import distribute_module, distribute_tensor
 from dtckpt.dtensor.factories import empty, full, ones, rand, randn, zeros
@@ -54,6 +54,7 @@ __all__ = [
 _SUBMODULES = {"debug": debug, "experimental": experimental, "parallel": parallel, "placement_types": placement_types}
 
 torch_hooks.install()
+several_meshes.install()
 follow_torch_logs()
 add_safe_globals([DTensor, DVariable, *SAFE_GLOBALS])
 

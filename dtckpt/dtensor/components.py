@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,6 +85,7 @@ def pack_strided(
     run_check: bool = False,
     compares_values: bool = True,
     requires_grad: bool = False,
+    origin: Hashable = None,
 ) -> DTensor:
     """As `pack`, with strides.
 
@@ -98,11 +99,13 @@ def pack_strided(
         compares_values: False if ``run_check`` is to compare shapes and dtypes only.
         requires_grad: Whether this client's components need a gradient, to be compared by ``run_check``. If those of
             some clients do not, these take no part in the backward pass, in which the others wait for them.
+        origin: What the components were computed from, equal on all clients: when another origin comes, all clients
+            exchange summaries, also those whose components are like earlier ones.
     """
     _validate_mesh(layout)
     case = None
     if shape is None and isinstance(tensors, list | tuple) and _can_agree(layout.mesh):
-        case = (*_case_of(tensors, layout), stride)
+        case = (*_case_of(tensors, layout), stride, origin)
         if not run_check and (again := _pack_again(tensors, layout, case)) is not None:
             return again
     if shape is None and layout.mesh.is_remote():

@@ -1,4 +1,4 @@
-"""Layouts and meshes that follow from others: of gradients, of placements, of the host of each client."""
+"""Layouts and meshes that follow from others: of gradients, of placements, of one device of each client."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
-from dtckpt.layout.placement import Placement, Replicate
+from dtckpt.layout.placement import Placement, Replicate, placement_of
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -31,9 +31,12 @@ def cached_layout(mesh: Mesh, placements: Sequence[Placement] | None, ndim: int)
     """
     if placements is None:
         placements = (Replicate(),) * mesh.ndim
-    if not isinstance(placements, Sequence) or not all(isinstance(each, Placement) for each in placements):
+    if not isinstance(placements, Sequence):
         return Layout.from_placements(mesh, placements, ndim)  # which raises a fitting error
-    return _layout(mesh, id(mesh), tuple(placements), ndim)
+    converted = tuple(map(placement_of, placements))
+    if not all(isinstance(each, Placement) for each in converted):
+        return Layout.from_placements(mesh, converted, ndim)  # as above
+    return _layout(mesh, id(mesh), converted, ndim)
 
 
 @lru_cache(maxsize=4096)
@@ -67,3 +70,27 @@ def _host_mesh(mesh: Mesh, identity: int, axis: str, name: str) -> Mesh:
     hosts = [mesh.device_name(mesh.devices_of(client)[0]) for client in mesh.clients]
     own = [mesh.clients.index(mesh.client_of(device)) for device in mesh.local_device_ids()[:1]]
     return Mesh([axis], np.arange(len(hosts)), own, [hosts[index] for index in own], name, hosts)
+
+
+def mesh_of_all_clients(meshes: Sequence[Mesh]) -> Mesh:
+    """Return a mesh with a device of every client of some meshes: the first of them that has, or else a new one.
+
+    Args:
+        meshes: At least one, in an order that all clients agree on.
+    """
+    return _union_mesh(tuple(meshes), tuple(map(id, meshes)))
+
+
+@lru_cache(maxsize=256)
+def _union_mesh(meshes: tuple[Mesh, ...], identities: tuple[int, ...]) -> Mesh:
+    # Equal meshes may be seen from different clients of one process.
+    del identities
+    clients = sorted({client for mesh in meshes for client in mesh.clients})
+    for mesh in meshes:
+        if len(mesh.clients) == len(clients):
+            return mesh
+    owners = {client: mesh for mesh in reversed(meshes) for client in mesh.clients}
+    hosts = [owners[client].device_name(owners[client].devices_of(client)[0]) for client in clients]
+    local = next((mesh for mesh in meshes if not mesh.is_remote()), None)
+    own = [] if local is None else [clients.index(local.client_of(local.local_device_ids()[0]))]
+    return Mesh(["client"], np.arange(len(hosts)), own, [hosts[index] for index in own], "", hosts)

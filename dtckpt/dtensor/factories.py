@@ -61,6 +61,15 @@ class Options(TypedDict, total=False):
     placements: Sequence[Placement] | None
 
 
+def _known(factory: str, options: Options) -> Options:
+    """Return the options that a factory got, if each is one of `Options`."""
+    for name in options:
+        if name not in Options.__annotations__:
+            known = ", ".join(Options.__annotations__)
+            raise LayoutTypeError(f"{factory}() got an unexpected keyword argument {name!r}, expected one of {known}")
+    return options
+
+
 def _make(
     size: Sequence[Any],
     make_fill: FillMaker,
@@ -117,23 +126,23 @@ def _random(distribution: str) -> FillMaker:
 
 def zeros(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Return a DTensor of zeros. ``size``: integers, or one sequence of them; the rest: `Options`."""
-    return _make(size, _value(0), **options)
+    return _make(size, _value(0), **_known("zeros", options))
 
 
 def ones(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Return a DTensor of ones; arguments as for `zeros`."""
-    return _make(size, _value(1), **options)
+    return _make(size, _value(1), **_known("ones", options))
 
 
 def full(size: Sequence[int], fill_value: complex, **options: Unpack[Options]) -> DTensor:
     """Return a DTensor of one value, of the value's dtype unless one is given; arguments as for `zeros`."""
     options["dtype"] = options.get("dtype") or torch.full((), fill_value).dtype
-    return _make([size], _value(fill_value), **options)
+    return _make([size], _value(fill_value), **_known("full", options))
 
 
 def empty(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Return a DTensor of uninitialised values; arguments as for `zeros`."""
-    return _make(size, lambda *_: lambda part, _: part, **options)
+    return _make(size, lambda *_: lambda part, _: part, **_known("empty", options))
 
 
 def rand(*size: Any, **options: Unpack[Options]) -> DTensor:
@@ -144,9 +153,9 @@ def rand(*size: Any, **options: Unpack[Options]) -> DTensor:
     Raises:
         GeneratorMismatchError: The generators of clients have come to differ; see `agreed_key`.
     """
-    return _make(size, _random("uniform"), **options)
+    return _make(size, _random("uniform"), **_known("rand", options))
 
 
 def randn(*size: Any, **options: Unpack[Options]) -> DTensor:
     """Return a DTensor of standard normal numbers, as `rand` otherwise."""
-    return _make(size, _random("normal"), **options)
+    return _make(size, _random("normal"), **_known("randn", options))

@@ -9,7 +9,7 @@ caller may choose; by default `gradient_layout` of the tensor's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -189,6 +189,7 @@ def from_components(
     gradient: Layout | None = None,
     run_check: bool = False,
     compares_values: bool = True,
+    origin: Hashable = None,
 ) -> DTensor:
     """Return the DTensor whose components on this client are ``parts``. Differentiable.
 
@@ -203,6 +204,7 @@ def from_components(
         gradient: The layout that the components' gradients are in; default `gradient_layout` of ``layout``.
         run_check: Compare the values of components that are copies of each other.
         compares_values: False if ``run_check`` is to compare shapes, dtypes and ``requires_grad`` only.
+        origin: As for `pack_strided`.
     """
     requires_grad = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     components = [] if layout.mesh.is_remote() else [part.detach() for part in parts]
@@ -214,6 +216,7 @@ def from_components(
         stride=stride,
         compares_values=compares_values,
         requires_grad=requires_grad,
+        origin=origin,
     )
     if gradient is not None:
         try:
@@ -249,13 +252,13 @@ def whole_gradient_layout(tensor: DTensor, placements: Sequence[Placement]) -> L
         )
     if mesh.num_clients == mesh.size():
         return layout
-    if len(set(placements)) > 1:
+    if len(set(layout.placements)) > 1:
         raise LayoutError(
             f"full_tensor: got grad_placements {list(placements)} on mesh {mesh.axis_sizes} of clients "
             f"{capped(mesh.clients)}, expected one placement along all axes, as a client with several devices has one "
             "gradient"
         )
-    return cached_layout(one_device_per_client(mesh), placements[:1], tensor.ndim)
+    return cached_layout(one_device_per_client(mesh), layout.placements[:1], tensor.ndim)
 
 
 def full_tensor(tensor: DTensor, gradient: Layout | None = None) -> torch.Tensor:

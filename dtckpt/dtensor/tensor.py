@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -397,24 +397,33 @@ class DTensor(torch.Tensor):
         return drawn(Subject(self._layout, tuple(self.shape)), f"{type(self).__name__} of {self.dtype}")
 
 
-def fetch_layout(tensor: object) -> Layout:
-    """Return a DTensor's layout.
+@overload
+def fetch_layout(tensor: torch.Tensor) -> Layout: ...
+@overload
+def fetch_layout(tensor: object) -> Layout | None: ...
+def fetch_layout(tensor: object) -> Layout | None:
+    """Return a DTensor's layout; None for a value that is no tensor, as in TensorFlow.
 
     Raises:
-        LayoutError: The argument is no DTensor.
+        LayoutError: The argument is a plain tensor.
     """
-    if not isinstance(tensor, DTensor):
+    if isinstance(tensor, DTensor):
+        return tensor.layout
+    if isinstance(tensor, torch.Tensor):
         raise LayoutError(f"fetch_layout needs a DTensor; got {type(tensor).__name__}")
-    return tensor.layout
+    return None
 
 
 def check_layout(tensor: object, layout: Layout) -> None:
     """Check that a DTensor has a layout.
 
     Raises:
-        LayoutError: It has another one, or the argument is no DTensor.
+        LayoutError: It has another one, or the argument is a plain tensor.
+        LayoutTypeError: The argument is no tensor.
     """
     actual = fetch_layout(tensor)
+    if actual is None:
+        raise LayoutTypeError(f"check_layout needs a DTensor; got {type(tensor).__name__}")
     if actual != layout:
         raise LayoutError(f"layout of the tensor differs; got {described(actual)}, expected {described(layout)}")
 

@@ -13,7 +13,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,6 +22,10 @@ from dtckpt.comm import torch_private
 REASON = "dtckpt runs operators on DTensors itself; torch.compile compiles what is between them"
 
 _FOLDER = str(Path(__file__).parent)
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_IS_TRACED = "_is_traced"
+"""Attribute of functions that `traced` has marked."""
 
 _UNTRACEABLE = (
     *("__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__"),
@@ -53,6 +57,16 @@ def _function_of(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def traced(function: _F) -> _F:
+    """Exempt a function from `keep_from_tracing`.
+
+    It stands in for a function of PyTorch's, which is compiled for plain tensors. For DTensors it calls functions that
+    are not traced.
+    """
+    setattr(function, _IS_TRACED, True)
+    return function
+
+
 def keep_from_tracing(members: Iterable[Any], *, with_callees: bool = True) -> None:
     """Have `torch.compile` skip functions: the graph breaks at a call, and the function runs as without compilation.
 
@@ -68,7 +82,7 @@ def keep_from_tracing(members: Iterable[Any], *, with_callees: bool = True) -> N
     strategy = dynamo._FrameExecStrategy(skip, skip if with_callees else default)
     for function in _functions_of(members):
         code = _own_code_of(function)
-        if code is None:
+        if code is None or hasattr(function, _IS_TRACED):
             continue
         function._torchdynamo_disable = True  # type: ignore[attr-defined]
         function._torchdynamo_disable_msg = REASON  # type: ignore[attr-defined]

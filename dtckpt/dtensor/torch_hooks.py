@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ from dtckpt.comm.torch_private import (
     masked_ops,
 )
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.dtensor.torch_compile import keep_from_tracing
+from dtckpt.dtensor.torch_compile import keep_from_tracing, traced
 from dtckpt.layout.mesh import Mesh
 
 _input_mask = masked_ops._input_mask
 _pair: Any = comparison.TensorLikePair
 _check_supported = _pair._check_supported
+
+_encode: Any = torch.nn.TransformerEncoder.forward
 
 _add_param_group = torch.optim.Optimizer.add_param_group
 _IS_FOR_BOTH = "_is_for_plain_tensors_and_dtensors"
@@ -86,6 +89,56 @@ def _resolve_mesh(group: Any, *args: Any, **kwargs: Any) -> Any:
     return _resolve_group(group, *args, **kwargs)
 
 
+@traced
+@wraps(_encode)
+def _encode_padded(
+    encoder: torch.nn.TransformerEncoder,
+    src: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    src_key_padding_mask: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+) -> torch.Tensor:
+    """Encode sequences; without nested tensors if they, their padding or the parameters are DTensors."""
+    values = (src, src_key_padding_mask, next(encoder.parameters(), None))
+    if src_key_padding_mask is None or not any(isinstance(one, DTensor) for one in values):
+        return _encode(encoder, src, mask, src_key_padding_mask, is_causal)  # type: ignore[no-any-return]  # private
+    return _encode_without_nesting(encoder, src, mask, src_key_padding_mask, is_causal)
+
+
+def _encode_without_nesting(
+    encoder: torch.nn.TransformerEncoder,
+    src: torch.Tensor,
+    mask: torch.Tensor | None,
+    padding: torch.Tensor,
+    is_causal: bool | None,
+) -> torch.Tensor:
+    """Return the result of ``TransformerEncoder.forward``, also where PyTorch's has nested tensors between its layers.
+
+    These lack the padding, which is zero in the result.
+    """
+    # Without the attribute ``use_nested_tensor`` PyTorch's function passes the mask on to the layers.
+    encoded = _encode(SimpleNamespace(layers=encoder.layers, norm=None), src, mask, padding, is_causal)
+    padded = padding != 0
+    if mask is None and _would_nest(encoder, src, padded):
+        encoded = encoded.masked_fill(padded[..., None], 0.0)
+    return encoded if encoder.norm is None else encoder.norm(encoded)  # type: ignore[no-any-return]
+
+
+def _would_nest(encoder: torch.nn.TransformerEncoder, src: torch.Tensor, padded: torch.Tensor) -> bool:
+    """Whether PyTorch would make nested tensors of plain sequences: the conditions of its function, on the same values.
+
+    Collective: As `bool` of a DTensor.
+    """
+    first = encoder.layers[0]
+    is_fast = torch.backends.mha.get_fastpath_enabled() and getattr(encoder, "use_nested_tensor", False)
+    if not is_fast or first.training or src.dim() != 3 or torch.is_autocast_enabled():
+        return False
+    if torch.is_grad_enabled() and any(one.requires_grad for one in (src, *first.parameters())):
+        return False
+    has_gaps = padded[:, :-1].logical_and(padded[:, 1:].logical_not()).any()
+    return not (getattr(encoder, "mask_check", True) and bool(has_gaps))
+
+
 @wraps(_add_param_group)
 def _add_parameters(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
     """Add parameters to an optimizer; with the first DTensor, replace the step of its class by `_step_of_both`."""
@@ -127,6 +180,7 @@ def install() -> None:
             setattr(module, _UNWRAP, _unwrap_for_comparison)
     _pair._check_supported = _check_supported_layout
     setattr(functional_collectives, RESOLVE_GROUP, _resolve_mesh)
+    torch.nn.TransformerEncoder.forward = _encode_padded  # type: ignore[assignment, method-assign]
     torch.optim.Optimizer.add_param_group = _add_parameters  # type: ignore[assignment, method-assign]
     foreach_types: tuple[list[Any], ...] = (foreach_types_of_optimizers, foreach_types_of_gradients)
     for types in foreach_types:

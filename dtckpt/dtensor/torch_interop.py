@@ -1,4 +1,4 @@
-"""Conversion between `DTensor` and PyTorch's own DTensor. Only this module looks at ``torch.distributed.tensor``.
+"""Conversion between `DTensor` and PyTorch's own DTensor; see also `dtckpt.layout.placement.placement_of`.
 
 It imports that package only to make a PyTorch DTensor: a value can be one only if the program has imported it already.
 """
@@ -6,7 +6,6 @@ It imports that package only to make a PyTorch DTensor: a value can be one only 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout import torch_device_mesh
 from dtckpt.layout.layout import Layout
-from dtckpt.layout.mesh import Mesh
-from dtckpt.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard
+from dtckpt.layout.placement import Partial, Placement, Shard, _StridedShard
 
 
 def is_torch_dtensor(value: object) -> bool:
@@ -51,16 +49,11 @@ def layout_and_local(value: Any, kept: KeptLayouts | None = None) -> tuple[Layou
     key = id(mesh), value.placements, value.ndim
     found = None if kept is None else kept.get(key)
     if found is None:
-        layout = layout_of(torch_device_mesh.mesh_of(mesh), value.placements, value.ndim)
+        layout = Layout.from_placements(torch_device_mesh.mesh_of(mesh), value.placements, value.ndim)
         found = mesh, layout, layout.mesh.is_remote()
         if kept is not None:
             kept[key] = found
     return found[1], None if found[2] else local
-
-
-def layout_of(mesh: Mesh, placements: Sequence[Any], ndim: int) -> Layout:
-    """Return the layout of placements, of this library or PyTorch's. Raises: as `Layout.from_placements`."""
-    return Layout.from_placements(mesh, [_placement(item) for item in placements], ndim)
 
 
 def to_torch(tensor: DTensor, device_mesh: Any = None) -> Any:
@@ -116,20 +109,6 @@ def from_torch(tensor: Any) -> DTensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
-
-
-def _placement(placement: Any) -> Any:
-    """Return a placement of PyTorch's as one of this library; any other value as it is."""
-    module = sys.modules.get("torch.distributed.tensor.placement_types")
-    if module is None or not isinstance(placement, module.Placement):
-        return placement
-    if placement.is_replicate():
-        return Replicate()
-    if placement.is_partial():
-        return Partial(placement.reduce_op)
-    if type(placement).__name__ == "_StridedShard":
-        return _StridedShard(placement.dim, split_factor=placement.split_factor)
-    return Shard(placement.dim)
 
 
 def _torch_placement(placement: Placement) -> Any:

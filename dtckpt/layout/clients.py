@@ -111,7 +111,10 @@ def num_local_devices(device_type: str) -> int:
     """Return the number of this client's devices of a kind.
 
     That is the number that `configure_virtual_devices` has set, else one CPU, the client's share of the cards, no TPU.
+    An unknown kind has no devices, as in TensorFlow.
     """
+    if isinstance(device_type, str) and device_type.upper() not in DEVICE_KINDS:
+        return 0
     return len(local_device_indices(device_kind_of(device_type), 0, Config.from_environ()))
 
 
@@ -168,13 +171,37 @@ def _num_cards() -> int:
     return torch.cuda.device_count()
 
 
-def initialize_tpu_system() -> None:
+def initialize_tpu_system(
+    device_type: str | None = None,
+    enable_coordination_service: bool = True,
+    num_logical_cpu_devices: int | None = None,
+    experimental_reset_context: bool = False,
+    experimental_enable_megcore: bool = False,
+) -> str:
     """Make this client's TPU cores its devices of kind ``TPU``. Needs ``torch_xla`` and a TPU.
 
+    Args:
+        device_type: ``TPU`` in any case, or None.
+        enable_coordination_service: Accepted as in TensorFlow, and ignored: `initialize_multi_client` connects clients.
+        num_logical_cpu_devices: The number of this client's CPU devices; default: as it is.
+        experimental_reset_context: Accepted as in TensorFlow, and ignored.
+        experimental_enable_megcore: As before.
+
+    Returns:
+        ``TPU``.
+
     Raises:
+        ConfigError: ``device_type`` is another kind, or the number is no positive integer.
         DeviceNotFoundError: There is no ``torch_xla``, or it finds no TPU.
     """
-    configure_virtual_devices("TPU", _tpu_runtime().addressable_device_count())
+    del enable_coordination_service, experimental_reset_context, experimental_enable_megcore
+    if device_type is not None and device_kind_of(device_type) != "TPU":
+        raise ConfigError(f"initialize_tpu_system: got device type {device_type!r}, expected 'TPU' or None")
+    count = _tpu_runtime().addressable_device_count()
+    if num_logical_cpu_devices is not None:
+        configure_virtual_devices("CPU", num_logical_cpu_devices)
+    configure_virtual_devices("TPU", count)
+    return "TPU"
 
 
 def shutdown_tpu_system() -> None:

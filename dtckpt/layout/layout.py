@@ -19,7 +19,7 @@ from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout import text_format
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.notebook_pictures import Drawn
-from dtckpt.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard, validate_reduce_op
+from dtckpt.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard, placement_of
 from dtckpt.layout.region import Region
 from dtckpt.layout.text_format import Spec
 
@@ -161,11 +161,12 @@ class Layout(Drawn):
 
     @classmethod
     def from_placements(cls, mesh: Mesh, placements: Sequence[Placement], ndim: int) -> Layout:
-        """Return the layout that PyTorch's placements describe.
+        """Return the layout that placements describe.
 
         Args:
             mesh: The devices.
-            placements: One placement per mesh axis. Axes that split the same dim split it from left to right.
+            placements: One placement per mesh axis, of this library or PyTorch's. Axes that split the same dim split it
+                from left to right.
             ndim: Number of tensor dims.
 
         Raises:
@@ -180,7 +181,7 @@ class Layout(Drawn):
         by_dim: list[list[str]] = [[] for _ in range(_valid_rank(ndim, 0))]
         partial: dict[str, str] = {}
         # From right to left: a strided shard follows axes to its right, so those must be in ``by_dim`` already.
-        for axis, placement in reversed(list(zip(mesh.dim_names, placements, strict=True))):
+        for axis, placement in reversed(list(zip(mesh.dim_names, map(placement_of, placements), strict=True))):
             if isinstance(placement, Partial):
                 partial[axis] = placement.reduce_op
             elif isinstance(placement, Shard | _StridedShard):
@@ -294,7 +295,7 @@ class Layout(Drawn):
         return first not in ((), (UNSHARDED,), *zip(_OPEN_SPECS)) and all(spec == UNSHARDED for spec in rest)
 
     def delete(self, dims: int | Sequence[int]) -> Layout:
-        """Return the layout of the tensor without some dims; numbers that are no dims are ignored.
+        """Return the layout of the tensor without some dims; numbers that are no dims are ignored, as in TensorFlow.
 
         Raises:
             LayoutError: The layout is not STATIC.
@@ -524,7 +525,7 @@ def _validate(specs: tuple[Spec, ...], mesh: Mesh, partial: tuple[tuple[str, str
         twice = sorted({axis for axis in used if used.count(axis) > 1})
         raise LayoutError(f"layout {shown!r}: got {', '.join(twice)} more than once, expected every axis at most once")
     for _, op in partial:
-        validate_reduce_op(op)
+        Partial(op)  # which validates it
 
 
 def _valid_rank(rank: int, at_least: int) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtckpt.errors import LayoutError, LayoutTypeError
 
@@ -122,6 +123,29 @@ class _StridedShard(Placement):
 
     def __str__(self) -> str:
         return f"_S({self.dim}, {self.split_factor})"
+
+
+def placement_of(value: Any) -> Any:
+    """Return a placement of PyTorch's as the one of this library; any other value as it is.
+
+    A subclass of PyTorch's placements stays as it is, too: what it adds has no counterpart here. So ``_NormPartial``,
+    whose terms are norms, does not become a pending sum.
+    """
+    if value is None or isinstance(value, Placement):
+        return value
+    # A value can be one of PyTorch's only if the program has imported them already.
+    theirs = sys.modules.get("torch.distributed.tensor.placement_types")
+    if theirs is None:
+        return value
+    if type(value) is theirs.Replicate:
+        return Replicate()
+    if type(value) is theirs.Shard:
+        return Shard(value.dim)
+    if type(value) is theirs.Partial:
+        return Partial(value.reduce_op)
+    if type(value) is theirs._StridedShard:
+        return _StridedShard(value.dim, split_factor=value.split_factor)
+    return value
 
 
 def _dim(dim: object) -> int:

@@ -27,9 +27,10 @@ Group = tuple[int, ...]
 MAX_AGREEMENTS = 1024
 """Most agreements that a group of clients remembers."""
 MISMATCH = (
-    "from_local, pack, distribute_tensor, or a module of a parallel style: from one call to a later one, the arguments "
-    "changed on some clients only, so the clients took different things for granted; where local shapes change like "
-    "that, pass shape= or run_check=True to from_local, and use_local_output=False to the styles"
+    "from_local, pack, distribute_tensor, local_map, or a module of a parallel style: from one call to a later one, "
+    "local shapes or other arguments changed on some clients only, so the clients took different things for granted; "
+    "where local shapes change like that, pass shape= or run_check=True to from_local, use_local_output=False to the "
+    "styles, and let the shapes of local_map's results follow from those of its DTensors"
 )
 """Text of the error that all clients raise when their digests differ."""
 _MASK = 2**31 - 1

@@ -167,6 +167,9 @@ def test_wrong_arguments():
     for function in (unpack, fetch_layout):
         with pytest.raises(LayoutError, match="needs a DTensor; got Tensor"):
             function(torch.zeros(2))
+    assert [fetch_layout(value) for value in (3, None, np.zeros(2))] == [None] * 3
+    with pytest.raises(LayoutTypeError, match="check_layout needs a DTensor; got int"):
+        check_layout(3, ROWS)
     tensor = packed(torch.zeros(4, 3), ROWS)
     with pytest.raises(LayoutError, match=r"got .*sharding_specs:x,unsharded.* expected .*unsharded,unsharded"):
         check_layout(tensor, COPIES)

@@ -68,8 +68,32 @@ def test_off_it_costs_nothing_and_a_level_of_the_program_stays(set_logs, capsys)
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("name", ["all", "distributed"])
+def test_settings_that_include_it_count_too(set_logs, capsys, name):
+    set_logs(**{name: logging.DEBUG})
+    run()
+    assert "operator aten.add.Tensor: chose operands as it is, results [S(0)]" in capsys.readouterr().err
+    set_logs(**{name: logging.DEBUG}, dtensor=logging.ERROR)
+    run()
+    assert "operator" not in capsys.readouterr().err
+    set_logs(**{name: logging.ERROR})
+    assert (OURS.level, OURS.handlers) == (logging.NOTSET, [])
+
+
 @pytest.mark.share(1)
-@pytest.mark.parametrize(("setting", "level"), [("+dtensor", logging.DEBUG), ("dtensor", logging.INFO)])
+@pytest.mark.parametrize(
+    ("setting", "level"),
+    [
+        ("+dtensor", logging.DEBUG),
+        ("dtensor", logging.INFO),
+        ("+all", logging.DEBUG),
+        ("all", logging.INFO),
+        ("distributed", logging.INFO),
+        ("-all", logging.WARNING),
+        ("+all,-dtensor", logging.WARNING),
+        ("graph_breaks", logging.WARNING),
+    ],
+)
 def test_the_environment_says_it(setting, level):
     code = "import dtckpt.dtensor, logging; print(logging.getLogger('dtckpt.dtensor.operators').getEffectiveLevel())"
     environment = {**os.environ, "TORCH_LOGS": setting}

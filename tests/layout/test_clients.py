@@ -112,6 +112,14 @@ def test_virtual_devices_are_put_back():
     assert clients.num_local_devices("TPU") == 0
 
 
+def test_an_unknown_kind_has_no_devices():
+    assert (clients.num_local_devices("FOO"), clients.num_global_devices("foo")) == (0, 0)
+    with pytest.raises(ConfigError, match="device type: got 'FOO'"):
+        clients.local_devices("FOO")
+    with pytest.raises(ConfigError, match="device type: got 3"):
+        clients.num_local_devices(3)
+
+
 @pytest.mark.parametrize("count", [-1, "2", 1.5])
 def test_number_of_virtual_devices(count):
     with pytest.raises(ConfigError, match=r"got .*expected an integer"):

@@ -8,7 +8,8 @@ import torch
 
 from dtckpt import create_mesh, initialize_tpu_system, num_local_devices, shutdown_tpu_system
 from dtckpt.comm.torch_device import device_of
-from dtckpt.errors import DeviceNotFoundError, DtckptError
+from dtckpt.errors import ConfigError, DeviceNotFoundError, DtckptError
+from dtckpt.layout.clients import virtual_devices
 
 
 @pytest.fixture
@@ -32,6 +33,15 @@ def test_cores_are_devices_until_the_system_is_shut_down(torch_xla):
     initialize_tpu_system()
     shutdown_tpu_system()
     assert num_local_devices("TPU") == 0
+
+
+def test_arguments_are_tensorflows(torch_xla):
+    torch_xla("TPU", 4)
+    with virtual_devices():
+        assert initialize_tpu_system("tpu", enable_coordination_service=False, num_logical_cpu_devices=3) == "TPU"
+        assert (num_local_devices("TPU"), num_local_devices("CPU")) == (4, 3)
+        with pytest.raises(ConfigError, match="got device type 'GPU', expected 'TPU' or None"):
+            initialize_tpu_system("GPU")
 
 
 @pytest.mark.parametrize("call", [initialize_tpu_system, shutdown_tpu_system])

@@ -57,8 +57,9 @@ def communications_of_steps() -> list[list[str]]:
         lambda: DTensor.from_local(plain.clone().requires_grad_(), mesh, [Partial()]),
         lambda: doubled(row, row),
         lambda: dtckpt.pack([torch.ones(5)], dtckpt.Layout(["x"], mesh)),
-        # Agreed on by the very first call, for other tensors.
+        # The components are like those of the very first call, but what they are computed from is new.
         lambda: checked(row, row),
+        # Agreed on by the very first call, for other tensors.
         lambda: dtckpt.pack([plain], row.layout),
     ]
     found = []

@@ -77,6 +77,21 @@ def uneven_over_clients():
     return tuple(made.shape), made.full_tensor().detach(), tensor.grad.full_tensor()
 
 
+def batches_of_changing_sizes():
+    """A smaller batch changes the shards of some clients only: 5 rows after 8, those of the last two of four."""
+    mesh = line()
+    double = local_map(lambda part: (part * 2, part[:, :1]), ([Shard(0)], [Shard(0)]), ([Shard(0)],))
+    wrong = []
+    for size in (8, 8, 5, 7, 8, 6, 1, 5):
+        made = double(distribute_tensor(numbers(size, 3), mesh, [Shard(0)]))
+        wanted = numbers(size, 3) * 2, numbers(size, 3)[:, :1]
+        wrong += [size for one, other in zip(made, wanted, strict=True) if not one.full_tensor().equal(other)]
+    known = distribute_tensor(numbers(8, 3), mesh, [Shard(0)])
+    with counting() as seen:
+        double(known)
+    return wrong, len(seen)
+
+
 def beside_plain():
     mesh = line()
     tensor, plain = distribute_tensor(numbers(10, 3), mesh, [Shard(0)]), numbers(3)

@@ -51,11 +51,8 @@ def choose_layout(
     if isinstance(choice, Sequence) and not isinstance(choice, str):
         if mesh is None:
             raise LayoutError(f"layout for tensor {name!r}: got placements, which need mesh=; or pass a Layout")
-        # Here, because it imports PyTorch, which takes seconds: commands that only plan do without it.
-        from dtckpt.dtensor import torch_interop
-
         try:
-            return torch_interop.layout_of(mesh, choice, len(info.shape))
+            return Layout.from_placements(mesh, choice, len(info.shape))
         except LayoutError as error:
             raise type(error)(f"layout for tensor {name!r}: {error.message}") from None
     if not isinstance(choice, Layout):

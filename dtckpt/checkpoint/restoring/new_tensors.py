@@ -160,4 +160,4 @@ def layout_of_tensor(tensor: torch.Tensor) -> Layout | None:
         return None
     if isinstance(tensor, DTensor):
         return tensor.layout
-    return torch_interop.layout_of(mesh, tensor.placements, tensor.ndim)  # type: ignore[attr-defined]
+    return Layout.from_placements(mesh, tensor.placements, tensor.ndim)  # type: ignore[attr-defined]

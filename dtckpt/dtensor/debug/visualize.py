@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dtckpt.dtensor.tensor import DTensor, fetch_layout
+from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
@@ -40,10 +40,11 @@ def _subject_of(tensor: DTensor | Layout, shape: Sequence[int] | None) -> Subjec
         if shape is None:
             raise LayoutTypeError("drawing a layout: got no shape, expected the global shape of the tensor")
         return Subject(tensor, tuple(shape))
-    layout = fetch_layout(tensor)
+    if not isinstance(tensor, DTensor):
+        raise LayoutTypeError(f"drawing needs a DTensor; got {type(tensor).__name__}")
     if shape is not None and tuple(shape) != tuple(tensor.shape):
         raise LayoutError(f"drawing a DTensor: got shape {tuple(shape)}, expected its own, {tuple(tensor.shape)}")
-    return Subject(layout, tuple(tensor.shape))
+    return Subject(tensor.layout, tuple(tensor.shape))
 
 
 # --- terminal -----------------------------------------------------------------------------------------------------

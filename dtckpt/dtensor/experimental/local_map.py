@@ -107,7 +107,10 @@ def _decorated(options: tuple[Any, ...], func: Callable[..., Any]) -> Callable[.
             except Exception as error:
                 report_failure(error, "the function of local_map", mesh)
                 raise
-        return _merge(outputs, out_placements, mesh)
+        # Global facts: where they change, all clients find the shapes of the results anew, though only some components
+        # change.
+        origin = tuple((value.layout, value.shape, value.dtype) for value in inputs if isinstance(value, DTensor))
+        return _merge(outputs, out_placements, mesh, origin)
 
     keep_from_tracing([mapped], with_callees=False)  # ``func`` sees plain tensors only, and may be compiled whole.
     return mapped
@@ -166,13 +169,16 @@ def _parts(tensor: DTensor, gradient: Placements) -> Sequence[torch.Tensor]:
     return to_components(tensor, layout) or (torch.empty(0, dtype=tensor.dtype),)
 
 
-def _merge(outputs: Sequence[tuple[list[Any], TreeSpec]], out_placements: Any, mesh: Mesh) -> Any:
+def _merge(
+    outputs: Sequence[tuple[list[Any], TreeSpec]], out_placements: Any, mesh: Mesh, origin: tuple[Any, ...]
+) -> Any:
     """Merge the results of all local devices: their tensors are the components of DTensors.
 
     Args:
         outputs: Per local device, the flattened result and its structure.
         out_placements: As for `local_map`.
         mesh: The mesh of the results.
+        origin: Layouts, shapes and dtypes of the arguments that are DTensors.
     """
     first, structure = outputs[0]
     with _reported([mesh]):
@@ -186,8 +192,8 @@ def _merge(outputs: Sequence[tuple[list[Any], TreeSpec]], out_placements: Any, m
         by_result = [[values[number] for values, _ in outputs] for number in range(len(entries))]
         layouts = [_layout_of(values, entry, mesh) for values, entry in zip(by_result, entries, strict=True)]
     results = [
-        values[0] if layout is None else _result(values, layout, is_checked=entry is None)
-        for values, layout, entry in zip(by_result, layouts, entries, strict=True)
+        values[0] if layout is None else _result(values, layout, (number, origin), is_checked=entry is None)
+        for number, (values, layout, entry) in enumerate(zip(by_result, layouts, entries, strict=True))
     ]
     return tree_unflatten(results, structure)
 
@@ -207,11 +213,11 @@ def _layout_of(values: Sequence[Any], placements: Placements, mesh: Mesh) -> Lay
     return cached_layout(mesh, placements, first.ndim)
 
 
-def _result(components: Sequence[torch.Tensor], layout: Layout, *, is_checked: bool) -> DTensor:
+def _result(components: Sequence[torch.Tensor], layout: Layout, origin: Any, *, is_checked: bool) -> DTensor:
     # Of a result that no axis splits, one component says the shape; shards may be uneven, so clients exchange theirs.
     is_known = not is_checked and not any(layout.split_axes)
     shape = tuple(components[0].shape) if is_known else None
-    return from_components(components, layout, shape=shape, run_check=is_checked)
+    return from_components(components, layout, shape=shape, run_check=is_checked, origin=origin)
 
 
 keep_from_tracing(list(globals().values()))

@@ -23,7 +23,7 @@ from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, OperatorError
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
-from dtckpt.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard
+from dtckpt.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard, placement_of
 
 Row = tuple[list[Placement | None], list[Placement | None]]
 """Placements of the results, and of the arguments, along one mesh axis; None for a value that is no tensor."""
@@ -195,7 +195,7 @@ def _is_among(tensor: DTensor, call: Call, names: Sequence[str]) -> bool:
 
 def _row(call: Call, pair: Any, ranks: tuple[list[int], list[int]]) -> tuple[list[Placement], list[Placement]]:
     """Return a checked pair: without None, and with dims counted from the front."""
-    sides = [[one for one in side if one is not None] for side in pair]
+    sides = [[placement_of(one) for one in side if one is not None] for side in pair]
     wrong = [one for side in sides for one in side if not isinstance(one, Placement)]
     if wrong:
         raise LayoutError(f"sharding of {call.func}: got {wrong[0]!r}, expected a placement or None")

@@ -1,11 +1,13 @@
 """Operators on lists of tensors, as ``_foreach_add_``, whose tensors are on several meshes: one call for each mesh.
 
-An optimizer updates the parameters of a whole model in one call, and parts of the model may be on different meshes::
+An optimizer updates the parameters of a whole model in one call, and parts of the model may be on different meshes, or
+plain::
 
-    _foreach_add_([p0, p1, p2], [g0, g1, g2])    p0, g0 and p2, g2 on one mesh, p1 and g1 on another
+    _foreach_add_([p0, p1, p2, p3], [g0, g1, g2, g3])    0 and 2 on one mesh, 1 on another, 3 plain
 
         _foreach_add_([p0, p2], [g0, g2])
         _foreach_add_([p1], [g1])
+        _foreach_add_([p3], [g3])    a call on plain tensors, as each client has them, also outside all meshes
 """
 
 from __future__ import annotations
@@ -17,14 +19,14 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.call import Operator
+from dtckpt.dtensor.operators.call import Operator, tensors_in
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.mesh import Mesh
 
 
 @dataclass(frozen=True)
 class MeshGroup:
-    """The part of a call whose tensors are on one mesh.
+    """The part of a call whose tensors are on one mesh, or on none.
 
     Args:
         indices: Its indices in the lists of the call.
@@ -46,19 +48,17 @@ def split_by_mesh(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[MeshGr
         kwargs: Arguments by name.
 
     Returns:
-        No group if all tensors are on one mesh, or if tensors at one index are on several.
+        No group if there is a tensor on one mesh at each index, or if tensors at one index are on several.
     """
     lists = [value for value in (*args, *kwargs.values()) if _is_list_of_tensors(value)]
     if len({len(one) for one in lists}) != 1:
         return []
     meshes = [{one.device_mesh for one in row if isinstance(one, DTensor)} for row in zip(*lists, strict=True)]
-    if len(set[Mesh]().union(*meshes)) < 2 or any(len(one) > 1 for one in meshes):
-        return []
-    first = next(mesh for one in meshes for mesh in one)
-    by_mesh: defaultdict[Mesh, list[int]] = defaultdict(list)
+    by_mesh: defaultdict[Mesh | None, list[int]] = defaultdict(list)
     for index, one in enumerate(meshes):
-        # Where all tensors of an index are plain, any mesh will do.
-        by_mesh[next(iter(one), first)].append(index)
+        by_mesh[next(iter(one), None)].append(index)
+    if len(by_mesh) < 2 or any(len(one) > 1 for one in meshes):
+        return []
 
     def part(value: Any, indices: Sequence[int]) -> Any:
         is_by_index = isinstance(value, list | tuple) and len(value) == len(meshes)
@@ -85,6 +85,7 @@ def run_groups(func: Operator, groups: Sequence[MeshGroup], dispatch: Callable[.
     """
     results: dict[int, Any] = {}
     for group in groups:
-        found = dispatch(func, group.args, group.kwargs)
+        has_mesh = any(isinstance(one, DTensor) for one in tensors_in((*group.args, *group.kwargs.values())))
+        found = dispatch(func, group.args, group.kwargs) if has_mesh else func(*group.args, **group.kwargs)
         results.update(zip(group.indices, found or (), strict=False))
     return [results[index] for index in sorted(results)] if results else None

@@ -255,34 +255,38 @@ def _detached(tensor: DTensor) -> DTensor:
     return alias  # type: ignore[no-any-return]
 
 
-def write_through(tensor: DTensor) -> None:
+def write_through(tensor: DTensor, *, has_repeats: bool = False) -> None:
     """Write the values of a tracked view to its source, and to that one's source, and so on.
 
     Collective: Over the mesh's clients, unless all devices hold everything.
+
+    Args:
+        tensor: The view.
+        has_repeats: Whether elements of the view may be one in memory; of these, the first has the value.
     """
     view = tensor._view
     assert view is not None  # noqa: S101  (callers have asked)
     with torch.no_grad():
         if view.local is not None:
-            _write_locally(tensor, view, view.local)
+            _write_locally(tensor, view, view.local, has_repeats)
         elif view.func in _INDEX_VIEWS and view.source.ndim:
-            _write_indices(tensor, view)
+            _write_indices(tensor, view, has_repeats)
         else:
-            _write_replicated(tensor, view)
+            _write_replicated(tensor, view, has_repeats)
     # The source is a tracked view too: its own source shares no memory with it.
     if view.source._view is not None:
-        write_through(view.source)
+        write_through(view.source, has_repeats=has_repeats)
 
 
-def _write_locally(tensor: DTensor, view: View, local: LocalView) -> None:
+def _write_locally(tensor: DTensor, view: View, local: LocalView, has_repeats: bool) -> None:
     """Write a view that is made device by device: each device writes its component."""
     source = view.source
     unshare(source)
     for device, (component, value) in enumerate(zip(source.components, tensor._components, strict=True)):
         # Of a contiguous copy there is a view, whatever the strides of the component allow.
         copy = component.clone(memory_format=torch.contiguous_format)
-        view.pick(local(copy, device)).copy_(value)
-        component.copy_(copy)
+        _copy(view.pick(local(copy, device)), value, has_repeats)
+        _copy(component, copy, has_repeats)
 
 
 _INDEX_VIEWS = frozenset({torch.ops.aten.select.int, torch.ops.aten.slice.Tensor})
@@ -319,7 +323,7 @@ def intersect(indices: range, offset: int, count: int) -> tuple[slice, slice]:
     return slice(first, last), slice(common.start - offset, common[-1] - offset + 1, common.step)
 
 
-def _write_indices(tensor: DTensor, view: View) -> None:
+def _write_indices(tensor: DTensor, view: View, has_repeats: bool) -> None:
     """Write a view of some indices along a dim: each device writes those that its component of the source has.
 
     The view is moved to the source's layout, but whole along that dim; so no device needs more of the source.
@@ -342,12 +346,12 @@ def _write_indices(tensor: DTensor, view: View) -> None:
             viewed_indices(call, shape), region.offset[len(before)], region.shape[len(before)]
         )
         with_dim = value.unsqueeze(len(before)) if is_select else value
-        component[(*before, in_component)] = with_dim[(*before, in_view)]
+        _copy(component[(*before, in_component)], with_dim[(*before, in_view)], has_repeats)
 
 
-def _write_replicated(tensor: DTensor, view: View) -> None:
+def _write_replicated(tensor: DTensor, view: View, has_repeats: bool) -> None:
     """Write a view of any kind: every device writes all of it to all of the source, and keeps its component."""
-    target, shape = _without_repeats(view.source), tuple(view.source.shape)
+    target, shape = without_repeats(view.source), tuple(view.source.shape)
     # Bound: each device holds all of the source meanwhile. The inverse of an arbitrary view is not known, but a view of
     # a copy can be written to.
     (source,) = to_replicated([target], is_copied=True)
@@ -360,11 +364,19 @@ def _write_replicated(tensor: DTensor, view: View) -> None:
     for number, component in enumerate(source.components):
         local_others = [other.components[number] for other in to_replicated(others)]
         args, kwargs = replace_tensors(view.args[1:], view.kwargs, local_others)
-        view.pick(view.func(component.expand(shape), *args, **kwargs)).copy_(values[number])
+        _copy(view.pick(view.func(component.expand(shape), *args, **kwargs)), values[number], has_repeats)
     write_into(source, target)
 
 
-def _without_repeats(tensor: DTensor) -> DTensor:
+def _copy(target: torch.Tensor, values: torch.Tensor, has_repeats: bool) -> None:
+    """Copy values into a component; with repeats, once into each element of its memory."""
+    if has_repeats:
+        index = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
+        target, values = target[index], values[index]
+    target.copy_(values)
+
+
+def without_repeats(tensor: DTensor) -> DTensor:
     """Return the view of a tensor that has each element of its memory once: index 0 along dims that were expanded."""
     specs = tensor._layout.sharding_specs
     # Memory where several elements are one cannot be copied into. A dim that an axis splits keeps its size, from which

@@ -12,7 +12,7 @@ from dtckpt.dtensor.parallel.module_values import as_output, place, require_one_
 from dtckpt.dtensor.parallel.styles import ParallelStyle
 from dtckpt.errors import ParallelPlanError
 from dtckpt.layout.mesh import Mesh
-from dtckpt.layout.placement import Placement
+from dtckpt.layout.placement import Placement, placement_of
 
 _Entries = tuple[Placement | None, ...]
 Layouts = Placement | _Entries | None
@@ -48,8 +48,8 @@ class PrepareModuleInput(ParallelStyle):
         if self.input_layouts is not None:
             _require_same_length(self, "input_layouts", self.input_layouts, self.desired_input_layouts)
         self.with_kwargs = input_kwarg_layouts is not None
-        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
-        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        self.input_kwarg_layouts = _by_name(input_kwarg_layouts)
+        self.desired_input_kwarg_layouts = _by_name(desired_input_kwarg_layouts)
         if self.with_kwargs and self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
             raise ParallelPlanError(
                 f"{type(self).__name__}: input_kwarg_layouts and desired_input_kwarg_layouts have other names; got "
@@ -180,7 +180,14 @@ class PrepareModuleInputOutput(ParallelStyle):
 
 
 def _as_tuple(layouts: Layouts) -> _Entries | None:
-    return (layouts,) if isinstance(layouts, Placement) else None if layouts is None else tuple(layouts)
+    layouts = placement_of(layouts)
+    if layouts is None:
+        return None
+    return (layouts,) if isinstance(layouts, Placement) else tuple(map(placement_of, layouts))
+
+
+def _by_name(layouts: Mapping[str, Placement] | None) -> dict[str, Placement]:
+    return {name: placement_of(placement) for name, placement in (layouts or {}).items()}
 
 
 def _require_same_length(style: ParallelStyle, name: str, layouts: _Entries, desired: _Entries | None) -> None:

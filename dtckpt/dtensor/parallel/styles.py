@@ -15,7 +15,7 @@ from dtckpt.dtensor.parallel.parameters import distribute_parameter
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import ParallelPlanError, UnsupportedModuleError
 from dtckpt.layout.mesh import Mesh
-from dtckpt.layout.placement import Placement, Replicate, Shard
+from dtckpt.layout.placement import Placement, Replicate, Shard, placement_of
 
 
 class ParallelStyle(ABC):
@@ -47,8 +47,8 @@ class _SplitParameters(ParallelStyle):
     """The placement that the input is brought to, by class of module."""
 
     def __init__(self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool) -> None:
-        self.input_layouts = (input_layouts,)
-        self.output_layouts = (output_layouts,)
+        self.input_layouts = (placement_of(input_layouts),)
+        self.output_layouts = (placement_of(output_layouts),)
         self.use_local_output = use_local_output
 
     def __repr__(self) -> str:

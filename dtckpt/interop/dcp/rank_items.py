@@ -197,7 +197,7 @@ def _layouts(planner: SavePlanner, items: Sequence[WriteItem], names: Mapping[st
 def _torch_layout(tensor: Any) -> Layout | None:
     try:
         mesh = torch_device_mesh.mesh_of(tensor.device_mesh)
-        return root_layout(torch_interop.layout_of(mesh, tensor.placements, tensor.ndim))
+        return root_layout(Layout.from_placements(mesh, tensor.placements, tensor.ndim))
     # A layout is recorded for its readers' convenience; the boxes say where the elements are.
     except DtckptError:
         return None

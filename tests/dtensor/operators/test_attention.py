@@ -1,10 +1,16 @@
 """Attention, sharded over batch and heads."""
 
+import copy
+from itertools import product
+
 import pytest
 import torch
 from support.operator_checks import S0, S1, S2, P, R, check, distributed
+from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from dtckpt import abstract_mesh
+from dtckpt.dtensor import DTensor, distribute_module, distribute_tensor
 from dtckpt.dtensor.operators import dispatch
 
 QUERY, KEY, VALUE = (4, 4, 6, 8), (4, 4, 5, 8), (4, 4, 5, 8)
@@ -123,3 +129,85 @@ def test_dropout_of_other_devices_does_not_depend_on_the_layout(name, options):
     expected = (out, *torch.autograd.grad(out, (query, key, value), grad))
     for one, other in zip(found[0], expected, strict=True):
         torch.testing.assert_close(one, other.detach(), rtol=1e-4, atol=1e-5)
+
+
+# --- modules of attention in eval mode, which take other paths than in training ---------------------------------------
+
+LINE = abstract_mesh({"x": 4})
+SEQUENCES = torch.randn(8, 5, 16)
+PADDING = torch.arange(5) >= torch.tensor([5, 3, 4, 1, 5, 2, 3, 5])[:, None]
+GAPS = PADDING.flip(1) & (torch.arange(5) != 4)
+MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
+
+
+def check_module(plain, call, placement, mode):
+    """Compare a module of DTensors with the same of plain tensors; ``call`` gets the module and a way to distribute."""
+    plain = plain.eval()
+    module = distribute_module(copy.deepcopy(plain), LINE)
+    with mode():
+        made = call(module, lambda tensor: distribute_tensor(tensor, LINE, [placement]))
+        wanted = call(plain, lambda tensor: tensor)
+    for one, other in zip(*(each if isinstance(each, tuple) else (each,) for each in (made, wanted)), strict=True):
+        assert (one is None) == (other is None)
+        if other is not None:
+            assert isinstance(one, DTensor)
+            torch.testing.assert_close(one.full_tensor(), other, rtol=1e-4, atol=1e-5)
+
+
+def encoder(*, is_nested=True, norm=None, **options):
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, **options)
+    return nn.TransformerEncoder(layer, 2, norm=norm, enable_nested_tensor=is_nested)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+@pytest.mark.parametrize("padding", [PADDING, GAPS, PADDING.float() * float("-1e9")], ids=["left", "gaps", "float"])
+def test_encoders_of_padded_sequences(mode, placement, padding):
+    """PyTorch makes nested tensors of the sequences, in which the padding is zero afterwards."""
+    for one in (encoder(), encoder(is_nested=False), encoder(norm=nn.LayerNorm(16))):
+        check_module(one, lambda m, d: m(d(SEQUENCES), src_key_padding_mask=d(padding)), placement, mode)
+        check_module(one, lambda m, d: m(d(SEQUENCES), src_key_padding_mask=padding), placement, mode)
+    check_module(encoder(), lambda m, _: m(SEQUENCES, src_key_padding_mask=padding), placement, mode)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("placement", [S0, R], ids=str)
+def test_layers_and_decoders_of_padded_sequences(mode, placement):
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+    causal = nn.Transformer.generate_square_subsequent_mask(5)
+    check_module(layer, lambda m, d: m(d(SEQUENCES)), placement, mode)
+    check_module(layer, lambda m, d: m(d(SEQUENCES), src_key_padding_mask=d(PADDING)), placement, mode)
+    check_module(layer, lambda m, d: m(d(SEQUENCES), src_mask=causal, is_causal=True), placement, mode)
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32, batch_first=True), 1)
+    masks = {"memory_key_padding_mask": PADDING, "tgt_key_padding_mask": PADDING}
+    check_module(
+        decoder,
+        lambda m, d: m(d(SEQUENCES), d(SEQUENCES * 2), **{name: d(mask) for name, mask in masks.items()}),
+        placement,
+        mode,
+    )
+    both = nn.Transformer(16, 4, 1, 1, 32, batch_first=True)
+    check_module(both, lambda m, d: m(d(SEQUENCES), d(SEQUENCES), src_key_padding_mask=d(PADDING)), placement, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("placement", [S0, R], ids=str)
+def test_attention_of_padded_sequences(mode, placement):
+    attention = nn.MultiheadAttention(16, 4, batch_first=True)
+    for has_weights, is_averaged in product((True, False), repeat=2):
+        options = {"need_weights": has_weights, "average_attn_weights": is_averaged}
+
+        def call(module, place, options=options):
+            given = place(SEQUENCES)
+            return module(given, given, given, key_padding_mask=place(PADDING), **options)
+
+        check_module(attention, call, placement, mode)
+
+
+def test_encoders_of_plain_sequences_are_compiled_whole():
+    plain = encoder(is_nested=False).eval()
+    compiled = torch.compile(plain, fullgraph=True, backend="eager")
+    given = SEQUENCES, None, PADDING
+    torch.testing.assert_close(compiled(*given), plain(*given))

@@ -41,8 +41,13 @@ def sharded(*shape):
     return distribute_tensor(plain, MESH, [Shard(0)])
 
 
+STAND_INS = ("_total_norm ", "_clip_with_norm ", "_encode_padded ")
+"""Functions in the place of PyTorch's, which are compiled for plain tensors as PyTorch's are."""
+
+
 def traced_files():
-    return [frame for frame in dynamo_tls.traced_frame_infos if "/dtckpt/dtensor/" in frame]
+    frames = (frame for frame in dynamo_tls.traced_frame_infos if "/dtckpt/dtensor/" in frame)
+    return [frame for frame in frames if not frame.startswith(STAND_INS)]
 
 
 def by_value(tensor):

@@ -152,6 +152,11 @@ def test_uneven_shards_of_clients_are_right(pool):
         torch.testing.assert_close(gradient, torch.full((10, 3), 3.0, dtype=torch.float64))
 
 
+@pytest.mark.processes
+def test_batches_of_changing_sizes_are_right(pool):
+    assert pool.values(operator_cases.batches_of_changing_sizes, clients=4, group=True) == [([], 0)] * 4
+
+
 # --- register_sharding --------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ products                             `matmul` `convolution` `attention` `attenti
 reductions                           `reductions` `minmax` `softmax` `variance_norm` `foreach_norm` `comparison`
 normalization and losses             `normalization` `batch_norm` `losses` `nll_loss` `chunked_cross_entropy`
 views, and other arrangements        `view` `slicing` `concat_pad` `flip_roll` `triangular`
-indices, sorting                     `indexing` `embedding` `scan_sort`
+indices, sorting                     `indexing` `embedding` `scan_sort` `expanded_writes`
 images                               `pooling` `vision`
 where PyTorch's decomposition fails  `kept_composites` `zero_gradients`
 ===================================  =======================================================================
@@ -44,6 +44,9 @@ from dtckpt.dtensor.operators.rules import (
 )
 from dtckpt.dtensor.operators.rules import (
     embedding as embedding,
+)
+from dtckpt.dtensor.operators.rules import (
+    expanded_writes as expanded_writes,
 )
 from dtckpt.dtensor.operators.rules import (
     fft as fft,

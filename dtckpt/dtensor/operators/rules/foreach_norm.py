@@ -36,7 +36,7 @@ def _foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | Non
         return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
     reduced = reduce_pending_all(tensors)
     mesh = reduced[0].device_mesh
-    if any(not tensor.is_floating_point() for tensor in reduced) or not reduced[0].components:
+    if any(not tensor.is_floating_point() for tensor in reduced):
         return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
     by_axes: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
     for number, tensor in enumerate(reduced):
@@ -44,8 +44,8 @@ def _foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | Non
     result: list[Any] = [None] * len(reduced)
     for axes, numbers in by_axes.items():
         terms = []
-        for device in range(len(reduced[0].components)):
-            norms = _norms([reduced[number].components[device] for number in numbers], order, dtype)
+        for parts in zip(*(reduced[number].components for number in numbers), strict=True):
+            norms = _norms(parts, order, dtype)
             # As float64, powers do not overflow where the norm itself fits a float32.
             terms.append(norms if math.isinf(order) else norms**order)
         layout = Layout([UNSHARDED], mesh, dict.fromkeys(axes, "max" if math.isinf(order) else "sum"))
@@ -55,7 +55,8 @@ def _foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | Non
         for position, number in enumerate(numbers):
             result_dtype = dtype or reduced[number].dtype
             components = [one[position].to(result_dtype) for one in scalars]
-            result[number] = DTensor(components, replicated_layout(mesh, 0), (), result_dtype)
+            device = reduced[number].device  # of a client outside the mesh, whose norms have no components
+            result[number] = DTensor(components, replicated_layout(mesh, 0), (), result_dtype, device=device)
     return result
 
 
