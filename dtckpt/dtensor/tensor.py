@@ -182,7 +182,7 @@ class DTensor(torch.Tensor):
         """Return the DTensor of which each client's ``local_tensor`` is a component. Differentiable.
 
         Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``: they exchange shapes, and with
-        ``run_check`` values.
+        ``run_check`` values. Otherwise the others raise an error of one client in their next call.
 
         Args:
             local_tensor: This client's component. It shares memory with the result, unless ``run_check`` replaces it.
@@ -210,7 +210,10 @@ class DTensor(torch.Tensor):
             stride = None if stride is None else strides_of(stride, layout.rank)
         except DtckptError as error:
             # Where clients exchange summaries, the others wait for this one's, and the error takes its place.
-            raise shared_failure(error, mesh) if shape is None or run_check else error from None
+            if shape is None or run_check:
+                raise shared_failure(error, mesh) from None
+            execute.report_error(error, [mesh])
+            raise
         return local_tensors.from_local(
             local_tensor, layout, shape=shape, stride=stride, gradient=gradient, run_check=run_check
         )
@@ -284,8 +287,9 @@ class DTensor(torch.Tensor):
         """
         is_same_mesh = device_mesh is None or device_mesh is self._layout.mesh
         is_plain = is_same_mesh and forward_dtype is None and backward_dtype is None
-        # Most calls change nothing. They cost this comparison and a new wrapper only.
+        # Most calls change nothing. They cost this comparison, a new wrapper, and a count.
         if is_plain and isinstance(placements, list | tuple) and tuple(placements) == self.placements:
+            count_unchanged(self)
             return view_tracking.differentiable_alias(self)
         mesh = self.device_mesh
         try:
@@ -297,7 +301,12 @@ class DTensor(torch.Tensor):
             execute.report_error(error, [self.device_mesh, mesh])
             raise
         moved = redistribute(
-            self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op
+            self,
+            layout,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+            is_async=async_op,
+            is_counted=True,
         )
         return view_tracking.differentiable_alias(self) if moved is self else moved
 
@@ -433,4 +442,4 @@ def described(layout: Layout) -> str:
 from dtckpt.dtensor import factories, local_tensors, serialization, torch_checkpoint  # noqa: E402  (see above)
 from dtckpt.dtensor.components import shared_failure, strides_of  # noqa: E402  (see above)
 from dtckpt.dtensor.operators import plain_tensors, view_tracking  # noqa: E402  (see above)
-from dtckpt.dtensor.redistribute import redistribute  # noqa: E402  (see above)
+from dtckpt.dtensor.redistribute import count_unchanged, redistribute  # noqa: E402  (see above)

@@ -14,7 +14,9 @@ import torch.distributed as dist
 import dtckpt
 from dtckpt import DTensor, Mesh, Partial, Replicate, Shard
 from dtckpt.errors import DtckptError
-from dtckpt.redistribution import disagreement, execute
+from dtckpt.redistribution import execute
+from dtckpt.redistribution.call_history import history_of
+from dtckpt.redistribution.call_record import CallRecord
 from support.states import cluster_mesh
 
 WHOLE = torch.arange(60.0).reshape(10, 6)
@@ -63,9 +65,7 @@ def ask_on_grid(
     client = dtckpt.client_id()
     if client in slow:
         has_asked = threading.Event()
-        with patch.object(
-            disagreement.CallRecord, "join_requests", _slow(disagreement.CallRecord.join_requests, has_asked)
-        ):
+        with patch.object(CallRecord, "join_requests", _slow(CallRecord.join_requests, has_asked)):
             seen = ask_on_grid(request, after, late=late)
             has_asked.set()
             return seen
@@ -102,8 +102,7 @@ def _results(
     tensor: DTensor, requests: Sequence[Any], after: int, late: Sequence[int] = ()
 ) -> list[tuple[str, str] | bool]:
     client, clients = dtckpt.client_id(), tuple(range(dtckpt.num_clients()))
-    next_call = disagreement._CallHistory.current().counts[clients]
-    record = disagreement.CallRecord(clients, next_call, execute._plan_participation)
+    record = CallRecord(clients, history_of(clients).count, execute._plan_participation)
     while record.num_registered() < after:
         time.sleep(0.01)
     store = dist.distributed_c10d._get_default_store()
