@@ -98,7 +98,7 @@ def _validated(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement] | No
                 "use redistribute"
             )
     except DtckptError as error:
-        report_error(error, [tensor.device_mesh, mesh])
+        report_error(error, [tensor.device_mesh, mesh], is_numbered=True)
         raise
     count_unchanged(tensor)
     return tensor

@@ -145,7 +145,7 @@ def redistribute(
         target, plan = _plan(tensor, layout, forward_dtype, backward_dtype)
     except DtckptError as error:
         # The others may find no error, and wait for this client's messages: they raise the same error instead.
-        report_error(error, meshes_of([tensor, layout]))
+        report_error(error, meshes_of([tensor, layout]), is_numbered=is_counted)
         raise
     if is_counted and (plan is None or plan.is_local):
         count_local_call([_change(tensor, target)])
@@ -174,7 +174,7 @@ def redistribute_all(
             for tensor, layout in zip(tensors, layouts, strict=True)
         ]
     except DtckptError as error:
-        report_error(error, meshes_of([*tensors, *layouts]))
+        report_error(error, meshes_of([*tensors, *layouts]), is_numbered=is_counted)
         raise
     if is_counted and tensors and all(plan is None or plan.is_local for _, plan in targets_and_plans):
         count_local_call(

@@ -17,6 +17,7 @@ from dtckpt.layout.notebook_pictures import drawn
 from dtckpt.layout.placement import Placement
 from dtckpt.layout.sharding_drawing import Subject
 from dtckpt.redistribution import execute
+from dtckpt.redistribution.layout_change import LayoutChange
 
 if TYPE_CHECKING:
     from dtckpt.dtensor.operators.tensor_spec import Spec
@@ -212,11 +213,14 @@ class DTensor(torch.Tensor):
             # Where clients exchange summaries, the others wait for this one's, and the error takes its place.
             if shape is None or run_check:
                 raise shared_failure(error, mesh) from None
-            execute.report_error(error, [mesh])
+            execute.report_error(error, [mesh], is_numbered=True)
             raise
-        return local_tensors.from_local(
+        made = local_tensors.from_local(
             local_tensor, layout, shape=shape, stride=stride, gradient=gradient, run_check=run_check
         )
+        if shape is not None and not run_check:
+            execute.count_local_call([LayoutChange(layout, layout, tuple(made.shape), made.dtype)], is_assumed=True)
+        return made
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the component of this client's only device; it shares memory with the tensor. Differentiable.
@@ -298,7 +302,7 @@ class DTensor(torch.Tensor):
             layout = cached_layout(mesh, placements, self.ndim)
         except DtckptError as error:
             # On both meshes, since clients of either may wait for what this one should send.
-            execute.report_error(error, [self.device_mesh, mesh])
+            execute.report_error(error, [self.device_mesh, mesh], is_numbered=True)
             raise
         moved = redistribute(
             self,

@@ -54,7 +54,7 @@ def relayout(tensor: Any, layout: Any, name: str | None = None) -> Any:
         layouts = [layout] * len(leaves)
     elif layout_structure != structure:
         error = LayoutError(f"relayout: layouts and tensors are different trees; got {layout_structure}, {structure}")
-        report_error(error, meshes_of([*leaves, *layouts]))
+        report_error(error, meshes_of([*leaves, *layouts]), is_numbered=True)
         raise error
     moving = [number for number, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
     moved = redistribute_all(

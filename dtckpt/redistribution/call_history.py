@@ -1,9 +1,9 @@
 """The calls of this client so far, by group of clients; when such a group calls no more.
 
 **Number.** A call has a number among its clients if it sends messages. So has each call of `DTensor.redistribute`,
-`relayout`, `copy_to_mesh` of a DTensor and `distribute_tensor` of one, also if it sends nothing: on another client its
-arguments may be others. Operators and `full_tensor` have none if they send nothing, as a client may call them alone.
-Tags of messages contain the number, so messages of different calls never meet.
+`DTensor.from_local`, `relayout`, `copy_to_mesh` of a DTensor and `distribute_tensor` of one, also if it sends nothing:
+on another client its arguments may be others. Operators and `full_tensor` have none if they send nothing, as a client
+may call them alone. Tags of messages contain the number, so messages of different calls never meet.
 
 **Rule.** After a disagreement the clients go on if each of them raises in the call of that number, or failed before
 it: their next calls have the same number. Else no client can know which calls correspond. So from then on, every call
@@ -11,6 +11,8 @@ among two or more of these clients raises. That is the case if
 
 * a client had returned from the call before it heard of the disagreement, as it needed nothing from the others;
 * a client did not come to the call (`dtckpt.redistribution.watcher`);
+* a client failed outside of a numbered call, as in an operator, and then asks for what the others had asked for when
+  they raised its error: it may be the very same call;
 * clients differ in what they assumed: calls that change a layout without a message, which go into a digest;
 * a call was broken off: a client is gone, a wait timed out, the program was interrupted.
 """
@@ -71,6 +73,7 @@ class GroupHistory:
         assumed: Digest of the changes of layout that needed no messages; part of the tags of all messages.
         caller: The thread that made the last call.
         failure: Why every further call raises; None while none does.
+        doubtful: The record of an error that this client had outside of a numbered call, until its next call.
         lock: Held to count a call, and to note that this client did not come to one.
     """
 
@@ -78,6 +81,7 @@ class GroupHistory:
         self.count = self.assumed = 0
         self.caller = threading.main_thread()
         self.failure = failure
+        self.doubtful: CallRecord | None = None
         self.lock = threading.Lock()
         self._calls: deque[Any] = deque(maxlen=MAX_REMEMBERED)
 

@@ -27,6 +27,7 @@ not wait for those.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,11 +37,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from dtckpt.comm.process_groups import is_connected, is_fake
+from dtckpt.config import Config
 from dtckpt.errors import CoordinationError, DtckptError
 from dtckpt.layout.mesh import Mesh
 from dtckpt.redistribution import agreements, watcher
 from dtckpt.redistribution.agreements import Group
-from dtckpt.redistribution.call_history import Failure, fail, history_of
+from dtckpt.redistribution.call_history import Failure, GroupHistory, fail, history_of
 from dtckpt.redistribution.call_record import (
     ARGUMENTS_AXIS,
     CallRecord,
@@ -49,6 +51,7 @@ from dtckpt.redistribution.call_record import (
     encode,
     error_in,
     last_error,
+    subject_of,
 )
 from dtckpt.redistribution.layout_change import LayoutChange
 
@@ -79,10 +82,11 @@ class RedistributionCall:
         self._changes, self._plan = changes, plan
         self._group = _group(tuple({mesh: None for change in changes for mesh in change.meshes}))
         history = history_of(self._group)
+        _resolve_doubt(history, self._group, changes)
         self._facts = agreements.digest(self._group), history.assumed
         self.digest = self._facts[0] ^ self._facts[1]
         self._record: CallRecord | None = None
-        self._is_over = self._has_failed = False
+        self._has_failed = self._is_over = False
         self._next_poll = 0.0
         self._polling, self._registering = threading.Lock(), threading.Lock()
         self.count = history.next(self)
@@ -223,12 +227,13 @@ def settled_error(group: Group, record: CallRecord) -> DtckptError:
     return error
 
 
-def count_local_call(changes: Sequence[LayoutChange], plan: Planner) -> None:
+def count_local_call(changes: Sequence[LayoutChange], plan: Planner, *, is_assumed: bool = False) -> None:
     """Count a public call that sends nothing, so that later calls have the same number on all clients.
 
     Args:
         changes: What is asked for; a tensor that stays as it is changes to its own layout.
         plan: As for `RedistributionCall`.
+        is_assumed: Whether others are assumed to ask for the same also where layouts stay, because the call makes them.
 
     Raises:
         DtckptError: The clients call no more.
@@ -237,15 +242,37 @@ def count_local_call(changes: Sequence[LayoutChange], plan: Planner) -> None:
     if not _is_watched(group):
         return
     history = history_of(group)
+    _resolve_doubt(history, group, changes)
     fingerprint = 0
     for change in changes:
-        if change.source is not change.target and change.source != change.target:
-            fingerprint = (fingerprint * 31 + change.fingerprint) & (2**31 - 1)
+        if is_assumed or (change.source is not change.target and change.source != change.target):
+            fingerprint = (fingerprint * 31 + _fingerprint(change) + 1) & (2**31 - 1)
     history.next(LocalCall(group, history.count, changes, plan), fingerprint)
     watcher.ensure_running(plan)
 
 
-def report_error(error: DtckptError, meshes: Sequence[Mesh], plan: Planner) -> bool:
+def _resolve_doubt(history: GroupHistory, group: Group, changes: Sequence[LayoutChange]) -> None:
+    """Let the clients call no more if this call may be the one in which the others raised this client's last error.
+
+    The error had no number here, so it took that of the others' next call. If this client goes on behind that call, all
+    are level. If it makes that call now, it is one behind.
+    """
+    record, history.doubtful = history.doubtful, None
+    if record is None or history.failure is not None:
+        return
+    deadline = time.monotonic() + Config.from_environ().heartbeat_timeout_s
+    while not (is_settled := record.settle()) and time.monotonic() < deadline:
+        pass  # `settle` waits
+    own = subject_of(encode(changes, (None, None)))
+    if is_settled and own not in map(subject_of, record.read()["requests"]):
+        return
+    error = record.error()
+    assert error is not None  # noqa: S101  (this client has written one)
+    reason = f"client {dist.get_rank()} may make the call now in which the others raised this"
+    fail(group, Failure(last_error(error, [reason])))
+
+
+def report_error(error: DtckptError, meshes: Sequence[Mesh], plan: Planner, *, is_numbered: bool = False) -> bool:
     """Tell the other clients of an error that keeps this one from a redistribution, and join their requests.
 
     The error stands for the next call among these clients. The others raise it in that call, however late they come.
@@ -257,6 +284,7 @@ def report_error(error: DtckptError, meshes: Sequence[Mesh], plan: Planner) -> b
         error: What went wrong here.
         meshes: All meshes that are known to take part, sources and targets.
         plan: Plans this client's participation in the requests of others.
+        is_numbered: Whether the call that failed has a number on every client, whatever its arguments.
 
     Returns:
         Whether others asked for something.
@@ -269,6 +297,7 @@ def report_error(error: DtckptError, meshes: Sequence[Mesh], plan: Planner) -> b
         return False  # the others raise without hearing of this error
     failed = FailedCall(CallRecord(group, history.count, plan))
     history.next(failed)
+    history.doubtful = None if is_numbered else failed.record
     failed.record.add_error(error)
     settled_error(group, failed.record)
     return bool(failed.record.read()["requests"])
@@ -291,6 +320,11 @@ class FailedCall(NamedTuple):
 
 def _is_watched(group: Group) -> bool:
     return len(group) > 1 and is_connected(group) and not is_fake() and dist.get_rank() in group
+
+
+@lru_cache(maxsize=1024)
+def _fingerprint(change: LayoutChange) -> int:
+    return change.fingerprint
 
 
 @lru_cache(maxsize=256)

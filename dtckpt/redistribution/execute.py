@@ -487,17 +487,17 @@ def _zeros(change: LayoutChange) -> dict[int, torch.Tensor]:
     return {device: torch.zeros(region.shape, dtype=change.dtype) for device, region in regions.items()}
 
 
-def count_local_call(changes: Sequence[LayoutChange]) -> None:
+def count_local_call(changes: Sequence[LayoutChange], *, is_assumed: bool = False) -> None:
     """Count a public call that could communicate and does not; see `disagreement.count_local_call`."""
-    disagreement.count_local_call(changes, _plan_participation)
+    disagreement.count_local_call(changes, _plan_participation, is_assumed=is_assumed)
 
 
-def report_error(error: DtckptError, meshes: Sequence[Mesh]) -> bool:
+def report_error(error: DtckptError, meshes: Sequence[Mesh], *, is_numbered: bool = False) -> bool:
     """Tell the clients of some meshes of an error that keeps this one from a redistribution between those meshes.
 
-    Blocks: See `disagreement.report_error`; also for the result.
+    Blocks: See `disagreement.report_error`; also for the arguments and the result.
     """
-    return disagreement.report_error(error, meshes, _plan_participation)
+    return disagreement.report_error(error, meshes, _plan_participation, is_numbered=is_numbered)
 
 
 def cache_info() -> tuple[int, int, int, int]:

@@ -130,7 +130,7 @@ def run(program: Sequence[Statement], *, is_late: Sequence[int] = ()) -> list[Ou
         if call == ELSEWHERE:
             break
         if client in is_late:
-            time.sleep(0.4)
+            time.sleep(0.3)
         try:
             result = CALLS[call](state, step)
             values = [_is_right(result, WHOLE + 100 * step)]
