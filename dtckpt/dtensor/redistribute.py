@@ -32,7 +32,6 @@ from dtckpt.redistribution.execute import (
     report_error,
     resolve_match,
 )
-from dtckpt.redistribution.layout_change import LayoutChange
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ def redistribute(
         report_error(error, meshes_of([tensor, layout]), is_numbered=is_counted)
         raise
     if is_counted and (plan is None or plan.is_local):
-        count_local_call([_change(tensor, target)])
+        count_local_call([(tensor.layout, target, tensor.shape, tensor.dtype)])
     if plan is None:
         return _without_moving(tensor, target, forward_dtype)
     (result,) = _run(_Request((plan,), (target,), backward_dtype, is_async), (tensor,))
@@ -178,7 +177,10 @@ def redistribute_all(
         raise
     if is_counted and tensors and all(plan is None or plan.is_local for _, plan in targets_and_plans):
         count_local_call(
-            [_change(tensor, target) for tensor, (target, _) in zip(tensors, targets_and_plans, strict=True)]
+            [
+                (tensor.layout, target, tensor.shape, tensor.dtype)
+                for tensor, (target, _) in zip(tensors, targets_and_plans, strict=True)
+            ]
         )
     results = [
         _without_moving(tensor, target, forward_dtype)
@@ -216,11 +218,7 @@ def _plan(
 def count_unchanged(tensor: DTensor) -> None:
     """Count a public call that leaves a tensor as it is; see `dtckpt.redistribution.call_history`."""
     if tensor._layout.mesh.num_clients > 1:
-        count_local_call([_change(tensor, tensor._layout)])
-
-
-def _change(tensor: DTensor, target: Layout) -> LayoutChange:
-    return LayoutChange(tensor._layout, target, tuple(tensor.shape), tensor.dtype)
+        count_local_call([(tensor._layout, tensor._layout, tensor.shape, tensor.dtype)])
 
 
 def _without_moving(tensor: DTensor, layout: Layout, dtype: torch.dtype | None) -> DTensor:

@@ -17,7 +17,6 @@ from dtckpt.layout.notebook_pictures import drawn
 from dtckpt.layout.placement import Placement
 from dtckpt.layout.sharding_drawing import Subject
 from dtckpt.redistribution import execute
-from dtckpt.redistribution.layout_change import LayoutChange
 
 if TYPE_CHECKING:
     from dtckpt.dtensor.operators.tensor_spec import Spec
@@ -219,7 +218,7 @@ class DTensor(torch.Tensor):
             local_tensor, layout, shape=shape, stride=stride, gradient=gradient, run_check=run_check
         )
         if shape is not None and not run_check:
-            execute.count_local_call([LayoutChange(layout, layout, tuple(made.shape), made.dtype)], is_assumed=True)
+            execute.count_local_call([(layout, layout, made.shape, made.dtype)], is_assumed=True)
         return made
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:

@@ -151,6 +151,12 @@ def has_calls() -> bool:
     return dist.group.WORLD in _jobs
 
 
+def known_history(group: Group) -> GroupHistory | None:
+    """Return the history of some clients, if they have called under the present default process group."""
+    job = _jobs.get(dist.group.WORLD)
+    return None if job is None else job.histories.get(group)
+
+
 def history_of(group: Group) -> GroupHistory:
     """Return the history of some clients, under the present default process group."""
     return _job().history(group)

@@ -28,21 +28,24 @@ from __future__ import annotations
 
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from dtckpt.comm.process_groups import is_connected, is_fake
 from dtckpt.config import Config
 from dtckpt.errors import CoordinationError, DtckptError
+from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.redistribution import agreements, watcher
 from dtckpt.redistribution.agreements import Group
-from dtckpt.redistribution.call_history import Failure, GroupHistory, fail, history_of
+from dtckpt.redistribution.call_history import Failure, GroupHistory, fail, history_of, known_history
 from dtckpt.redistribution.call_record import (
     ARGUMENTS_AXIS,
     CallRecord,
@@ -59,6 +62,8 @@ __all__ = ["ARGUMENTS_AXIS", "Participation", "RedistributionCall", "count_local
 
 _CLIENTS_PER_POLL = 1000
 """Beyond this many clients, each reads the record less often, so that the store can answer all of them."""
+Asked = tuple[Layout, Layout, Sequence[int], torch.dtype]
+"""The arguments of a `LayoutChange`, which takes longer to make."""
 _WENT_ON = "had returned from this call"
 
 
@@ -172,13 +177,13 @@ class LocalCall:
     Args:
         group: The clients.
         number: Its number among them.
-        changes: What it asked for.
+        asked: What it asked for.
         plan: As for `RedistributionCall`.
     """
 
     group: Group
     number: int
-    changes: Sequence[LayoutChange]
+    asked: Sequence[Asked]
     plan: Planner
     _record: CallRecord | None = None
 
@@ -187,7 +192,9 @@ class LocalCall:
         del now
         # One record for good: it knows in which requests this client has taken part.
         self._record = self._record or CallRecord(self.group, self.number, self.plan)
-        return _has_gone_on(self._record, self.group, encode(self.changes, (None, None))) or self._record.is_left()
+        return (
+            _has_gone_on(self._record, self.group, encode(_changes(self.asked), (None, None))) or self._record.is_left()
+        )
 
 
 def _has_gone_on(record: CallRecord, group: Group, request: str) -> bool:
@@ -227,28 +234,39 @@ def settled_error(group: Group, record: CallRecord) -> DtckptError:
     return error
 
 
-def count_local_call(changes: Sequence[LayoutChange], plan: Planner, *, is_assumed: bool = False) -> None:
+def count_local_call(asked: Sequence[Asked], plan: Planner, *, is_assumed: bool = False) -> None:
     """Count a public call that sends nothing, so that later calls have the same number on all clients.
 
     Args:
-        changes: What is asked for; a tensor that stays as it is changes to its own layout.
+        asked: What is asked for; a tensor that stays as it is changes to its own layout.
         plan: As for `RedistributionCall`.
         is_assumed: Whether others are assumed to ask for the same also where layouts stay, because the call makes them.
 
     Raises:
         DtckptError: The clients call no more.
     """
-    group = _group(tuple({mesh: None for change in changes for mesh in change.meshes}))
-    if not _is_watched(group):
-        return
-    history = history_of(group)
-    _resolve_doubt(history, group, changes)
-    fingerprint = 0
-    for change in changes:
-        if is_assumed or (change.source is not change.target and change.source != change.target):
-            fingerprint = (fingerprint * 31 + _fingerprint(change) + 1) & (2**31 - 1)
-    history.next(LocalCall(group, history.count, changes, plan), fingerprint)
-    watcher.ensure_running(plan)
+    first = asked[0][0].mesh
+    # By identity, as to find out whether meshes are equal takes longer than all else here.
+    if all(source.mesh is first and target.mesh is first for source, target, *_ in asked):
+        group = first.clients
+    else:
+        group = _group(tuple({mesh: None for source, target, *_ in asked for mesh in (source.mesh, target.mesh)}))
+    # Most calls are of a group that is known. They cost a look into a table and a count.
+    history = known_history(group)
+    if history is None:
+        if not _is_watched(group):
+            return
+        history = history_of(group)
+        watcher.ensure_running(plan)
+    if history.doubtful is not None:
+        _resolve_doubt(history, group, _changes(asked))
+    moved = [each for each in asked if is_assumed or (each[0] is not each[1] and each[0] != each[1])]
+    fingerprint = zlib.crc32(repr([_fingerprint(change) for change in _changes(moved)]).encode()) if moved else 0
+    history.next(LocalCall(group, history.count, asked, plan), fingerprint)
+
+
+def _changes(asked: Sequence[Asked]) -> list[LayoutChange]:
+    return [LayoutChange(source, target, tuple(shape), dtype) for source, target, shape, dtype in asked]
 
 
 def _resolve_doubt(history: GroupHistory, group: Group, changes: Sequence[LayoutChange]) -> None:

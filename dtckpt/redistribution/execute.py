@@ -487,9 +487,9 @@ def _zeros(change: LayoutChange) -> dict[int, torch.Tensor]:
     return {device: torch.zeros(region.shape, dtype=change.dtype) for device, region in regions.items()}
 
 
-def count_local_call(changes: Sequence[LayoutChange], *, is_assumed: bool = False) -> None:
+def count_local_call(asked: Sequence[disagreement.Asked], *, is_assumed: bool = False) -> None:
     """Count a public call that could communicate and does not; see `disagreement.count_local_call`."""
-    disagreement.count_local_call(changes, _plan_participation, is_assumed=is_assumed)
+    disagreement.count_local_call(asked, _plan_participation, is_assumed=is_assumed)
 
 
 def report_error(error: DtckptError, meshes: Sequence[Mesh], *, is_numbered: bool = False) -> bool:
