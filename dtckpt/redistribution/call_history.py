@@ -13,7 +13,8 @@ among two or more of these clients raises. That is the case if
 * a client did not come to the call (`dtckpt.redistribution.watcher`);
 * a client failed outside of a numbered call, as in an operator, and then asks for what the others had asked for when
   they raised its error: it may be the very same call;
-* clients differ in what they assumed: calls that change a layout without a message, which go into a digest;
+* clients differ in what they assumed: calls that change a layout without a message, and calls among larger groups,
+  which go into a digest;
 * a call was broken off: a client is gone, a wait timed out, the program was interrupted.
 """
 
@@ -68,22 +69,43 @@ class Failure:
 class GroupHistory:
     """The calls of this client among one group of clients.
 
+    Args:
+        failure: See below.
+        larger: Histories of the groups that contain this one and more clients.
+
     Attributes:
         count: How many calls there were, alike on all clients of the group.
-        assumed: Digest of the changes of layout that needed no messages; part of the tags of all messages.
         caller: The thread that made the last call.
         failure: Why every further call raises; None while none does.
         doubtful: The record of an error that this client had outside of a numbered call, until its next call.
         lock: Held to count a call, and to note that this client did not come to one.
     """
 
-    def __init__(self, failure: Failure | None) -> None:
-        self.count = self.assumed = 0
+    def __init__(self, failure: Failure | None, larger: list[GroupHistory]) -> None:
+        self.count = self._assumed = 0
         self.caller = threading.main_thread()
+        self.larger = larger
+        self._by_thread = threading.local()
         self.failure = failure
         self.doubtful: CallRecord | None = None
         self.lock = threading.Lock()
         self._calls: deque[Any] = deque(maxlen=MAX_REMEMBERED)
+
+    @property
+    def assumed(self) -> int:
+        """Digest of what this client assumes of earlier calls of the others; part of the tags of all messages.
+
+        Those are the changes of layout that needed no messages, and how many calls there were among larger groups,
+        which all clients of this group belong to. Each thread counts these by itself, as threads go on at their own
+        pace.
+        """
+        position = sum(history.num_in_thread for history in self.larger)
+        return (self._assumed + position * 69_069) & _MASK
+
+    @property
+    def num_in_thread(self) -> int:
+        """How many calls this thread has made."""
+        return getattr(self._by_thread, "count", 0)
 
     def next(self, call: Any, fingerprint: int = 0) -> int:
         """Count a call, and return its number.
@@ -98,9 +120,10 @@ class GroupHistory:
         with self.lock:
             if self.failure is None:
                 if fingerprint:
-                    self.assumed = ((self.assumed * 1_000_003 + self.count) ^ fingerprint) & _MASK
+                    self._assumed = ((self._assumed * 1_000_003 + self.count) ^ fingerprint) & _MASK
                 self._calls.append(call)
                 self.count += 1
+                self._by_thread.count = self.num_in_thread + 1
                 self.caller = threading.current_thread()
                 return self.count - 1
         raise self.failure.error()
@@ -126,7 +149,12 @@ class _Job:
         known = self.histories.get(group)
         if known is None:
             failure = next((each for failed, each in self.failures if _share_a_pair(failed, group)), None)
-            known = self.histories.setdefault(group, GroupHistory(failure))
+            members, others = {*group}, list(self.histories.items())
+            larger = [history for other, history in others if members < {*other}]
+            known = self.histories.setdefault(group, GroupHistory(failure, larger))
+            for other, history in others:
+                if members > {*other}:
+                    history.larger.append(known)
         return known
 
     def fail(self, group: Group, failure: Failure) -> None:

@@ -295,8 +295,8 @@ def _cause_in(state: Mapping[str, Any]) -> DtckptError | None:
         return None
     if len(_assumed_in(state)) > 1:
         return LayoutError(
-            "redistribute, relayout or from_local: in an earlier call, which needed no messages, clients wanted "
-            "different layouts"
+            "redistribute, relayout or from_local: clients made different calls before, on a larger mesh or without "
+            "messages"
         )
     if len({_facts_in(request)[0] for request in state["requests"]} - {None}) > 1:
         return LayoutError(agreements.MISMATCH)
