@@ -263,13 +263,14 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _is_last(state: Mapping[str, Any]) -> bool:
-    return bool(state["astray"]) or len(_assumed_in(state)) > 1
+    has_heard = any(text.endswith(_LAST_CALL) for _, text in state["errors"].values())
+    return has_heard or bool(state["astray"]) or len(_assumed_in(state)) > 1
 
 
 def error_in(state: Mapping[str, Any]) -> DtckptError | None:
     """Return the error that a record's state stands for, if any."""
     error = _cause_in(state)
-    if not _is_last(state):
+    if not _is_last(state) or (error is not None and error.message.endswith(_LAST_CALL)):
         return error
     reasons = [f"client {client} {reason}" for client, reason in sorted(state["astray"].items())]
     return last_error(error or CoordinationError("redistribute: clients wait in vain"), reasons)
@@ -290,7 +291,8 @@ def _cause_in(state: Mapping[str, Any]) -> DtckptError | None:
     """Return a client's own error, else one that says how requests differ, if they do."""
     if state["errors"]:
         client, (code, message) = min(state["errors"].items(), key=lambda item: int(item[0]))
-        return from_wire(code, f"client {client}: {message}")
+        # An error of all clients, which a client passes on, is none of its own.
+        return from_wire(code, message if message.endswith(_LAST_CALL) else f"client {client}: {message}")
     if len(state["requests"]) < 2:
         return None
     if len(_assumed_in(state)) > 1:

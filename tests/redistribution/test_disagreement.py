@@ -124,3 +124,34 @@ def test_a_client_that_needs_nothing_hears_of_an_error_in_its_next_call(pool):
     kind, text = last_error_in([rest, later])
     assert (first, kind) == (True, own[0])
     assert text.startswith(f"client 1: {own[1]}; client 0 had returned from this call")
+
+
+def test_a_client_that_changes_nothing_disagrees_with_those_that_change(pool):
+    seen = pool.values(disagreement_cases.one_changes_nothing, clients=4, group=True)
+    kind, text = last_error_in(seen)
+    assert kind == "LayoutError"
+    assert ": (10, 6) of torch.float32 from (Shard(dim=0),) to (Replicate(),)" in text
+    assert "client 3: (10, 6) of torch.float32 as it is, (Shard(dim=0),)" in text
+    assert [steps[0] for steps in seen] == [(kind, text)] * 4
+
+
+@pytest.mark.parametrize("where", ["barrier", "save", "sleep"])
+def test_a_client_that_waits_elsewhere_is_missing(pool, tmp_path, where):
+    answers = pool.run(
+        disagreement_cases.one_is_elsewhere, where, str(tmp_path), clients=4, group=True, heartbeat_timeout_s=2
+    )
+    assert [answer.trace for answer in answers] == [""] * 4
+    outcomes, seconds = zip(*(answer.value for answer in answers), strict=True)
+    ((kind, text),) = set(outcomes)
+    assert kind == "CoordinationError"
+    assert "client 3 has not come for 2 s, and waits in " in text
+    assert max(seconds) < 8
+
+
+def test_wrong_component_for_a_given_shape_reaches_all(pool):
+    seen = pool.values(disagreement_cases.wrong_local_shape, clients=4, group=True)
+    kind, text = seen[3][0]
+    assert (kind, "does not fit global shape (8,)" in text) == ("ComponentError", True)
+    assert [steps[0] for steps in seen[:3]] == [True] * 3
+    ((kind_of_all, text_of_all),) = {steps[1] for steps in seen}
+    assert (kind_of_all, text_of_all.startswith(f"client 3: {text}")) == (kind, True)
