@@ -182,7 +182,8 @@ class DTensor(torch.Tensor):
         """Return the DTensor of which each client's ``local_tensor`` is a component. Differentiable.
 
         Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``: they exchange shapes, and with
-        ``run_check`` values. Otherwise the others raise an error of one client in their next call.
+        ``run_check`` values. Otherwise all make the call all the same, and the others raise an error of one client in
+        their next call.
 
         Args:
             local_tensor: This client's component. It shares memory with the result, unless ``run_check`` replaces it.
@@ -279,7 +280,8 @@ class DTensor(torch.Tensor):
 
         The result is a new tensor. It shares memory with this one if nothing moves and the dtype stays.
 
-        Collective: Over the clients of both meshes, unless nothing changes or every client holds the whole tensor.
+        Collective: Over the clients of both meshes. They send nothing if nothing changes or every client holds the
+        whole tensor, and all make the call all the same.
 
         Args:
             device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the present one.
