@@ -181,7 +181,8 @@ def has_calls() -> bool:
 
 def known_history(group: Group) -> GroupHistory | None:
     """Return the history of some clients, if they have called under the present default process group."""
-    job = _jobs.get(dist.group.WORLD)
+    world = dist.group.WORLD
+    job = None if world is None else _jobs.get(world)
     return None if job is None else job.histories.get(group)
 
 
