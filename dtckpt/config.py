@@ -8,6 +8,7 @@ counts only without them.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 
 from dtckpt.errors import ConfigError, ConfigTypeError
 
+# Longer than clients usually stall: a call that holds the interpreter's lock holds their heartbeats back, too.
+DEFAULT_HEARTBEAT_TIMEOUT_S = 60.0
 _BNS_PREFIX = "/bns/"
 
 
@@ -30,6 +33,7 @@ class Config:
     num_clients_text: str | None
     job_name_text: str | None
     heartbeat_text: str
+    heartbeat_timeout_text: str | None
     job: str | None
     rank: str | None
     world_size: str | None
@@ -51,6 +55,7 @@ class Config:
             num_clients_text=get("DTENSOR_NUM_CLIENTS"),
             job_name_text=get("DTENSOR_JOB_NAME"),
             heartbeat_text=get("DTENSOR_ENABLE_HEARTBEAT", "true"),
+            heartbeat_timeout_text=get("DTCKPT_HEARTBEAT_TIMEOUT_S"),
             job=get("DTCKPT_JOB"),
             rank=rank,
             world_size=world_size,
@@ -100,6 +105,21 @@ class Config:
     @property
     def heartbeat_enabled(self) -> bool:
         return self.heartbeat_text.lower() in ("true", "1")
+
+    @property
+    def heartbeat_timeout_s(self) -> float:
+        """Silence after which a client counts as lost."""
+        if not self.heartbeat_timeout_text:
+            return DEFAULT_HEARTBEAT_TIMEOUT_S
+        try:
+            timeout_s = float(self.heartbeat_timeout_text)
+        except ValueError:
+            timeout_s = math.nan
+        if not 0 < timeout_s < math.inf:
+            raise ConfigError(
+                f"DTCKPT_HEARTBEAT_TIMEOUT_S is {self.heartbeat_timeout_text!r}; expected a positive number of seconds"
+            )
+        return timeout_s
 
     @property
     def uses_host_transport(self) -> bool:

@@ -66,6 +66,11 @@ def validate_connected(clients: Iterable[int], operation: str = "process group")
         )
 
 
+def is_fake() -> bool:
+    """Whether the default process group is PyTorch's ``fake`` one for dry runs: one client, and no messages."""
+    return _default_group_backends().get("cpu") == "fake"
+
+
 def rank() -> int | None:
     """Return this client's rank in the default process group, None if there is no such group."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else None

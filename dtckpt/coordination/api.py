@@ -31,8 +31,6 @@ from dtckpt import errors
 MAX_PAYLOAD_BYTES = 4096
 MAX_NAME_BYTES = 256
 MAX_TOPIC_BYTES = 256
-# Longer than clients usually stall: a call that holds the interpreter's lock holds their heartbeats back, too.
-DEFAULT_HEARTBEAT_TIMEOUT_S = 60.0
 
 
 def wire_text(text: str) -> str:

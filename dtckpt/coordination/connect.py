@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import threading
 from collections.abc import Mapping
@@ -21,7 +20,6 @@ from dtckpt.comm import fork_guard
 from dtckpt.config import Config
 from dtckpt.coordination import identity
 from dtckpt.coordination.api import (
-    DEFAULT_HEARTBEAT_TIMEOUT_S,
     Coordination,
     JobStatus,
     Member,
@@ -64,7 +62,7 @@ def connect(
     """
     env = os.environ if env is None else env
     member = _member(env)
-    timeout_s = _heartbeat_timeout_s(env) if heartbeat_timeout_s is None else heartbeat_timeout_s
+    timeout_s = Config.from_environ(env).heartbeat_timeout_s if heartbeat_timeout_s is None else heartbeat_timeout_s
     if endpoint := find_coordinator(env, coordinator):
         from dtckpt.coordination.grpc_client import GrpcCoordination
         from dtckpt.coordination.grpc_credentials import Access
@@ -102,19 +100,6 @@ def _member(env: Mapping[str, str]) -> Member:
         agreed = attempt_of_default_group()
         attempt = attempt if agreed is None else agreed
     return Member(job, config.client_id, config.num_clients, identity.incarnation(), attempt, config.job_name)
-
-
-def _heartbeat_timeout_s(env: Mapping[str, str]) -> float:
-    text = env.get("DTCKPT_HEARTBEAT_TIMEOUT_S")
-    if not text:
-        return DEFAULT_HEARTBEAT_TIMEOUT_S
-    try:
-        timeout_s = float(text)
-    except ValueError:
-        timeout_s = math.nan
-    if not 0 < timeout_s < math.inf:
-        raise ConfigError(f"DTCKPT_HEARTBEAT_TIMEOUT_S is {text!r}; expected a positive number of seconds")
-    return timeout_s
 
 
 def current_coordination() -> Coordination:

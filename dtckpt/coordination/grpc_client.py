@@ -38,9 +38,9 @@ from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.comm import fork_guard
+from dtckpt.config import DEFAULT_HEARTBEAT_TIMEOUT_S
 from dtckpt.coordination import barrier_texts, identity, verdicts
 from dtckpt.coordination.api import (
-    DEFAULT_HEARTBEAT_TIMEOUT_S,
     NO_POSITION,
     YES,
     JobStatus,

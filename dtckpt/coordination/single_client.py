@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from dtckpt.config import DEFAULT_HEARTBEAT_TIMEOUT_S
 from dtckpt.coordination import identity
 from dtckpt.coordination.api import (
     BEGIN,
-    DEFAULT_HEARTBEAT_TIMEOUT_S,
     NO_POSITION,
     YES,
     JobStatus,

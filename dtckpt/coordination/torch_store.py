@@ -40,11 +40,10 @@ import torch.distributed as dist
 from dtckpt import errors
 from dtckpt.comm import fork_guard, rendezvous, torch_private
 from dtckpt.comm.torch_private import HashStore, Store
-from dtckpt.config import Config
+from dtckpt.config import DEFAULT_HEARTBEAT_TIMEOUT_S, Config
 from dtckpt.coordination import barrier_rules, barrier_texts, identity, verdicts
 from dtckpt.coordination.api import (
     BEGIN,
-    DEFAULT_HEARTBEAT_TIMEOUT_S,
     NO_POSITION,
     YES,
     BarrierStatus,

@@ -11,14 +11,14 @@ import hashlib
 import math
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from dtckpt.comm.collectives import byte_view
-from dtckpt.comm.process_groups import is_connected, validate_connected
+from dtckpt.comm.process_groups import is_connected, is_fake, validate_connected
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.gather_objects import gather_objects
 from dtckpt.dtensor.operators.tensor_spec import global_stride, intern_spec, wrap_components
@@ -37,6 +37,9 @@ from dtckpt.layout.layout import MATCH, Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import validate_reductions
 from dtckpt.redistribution import agreements
+from dtckpt.redistribution.execute import report_error
+
+T = TypeVar("T")
 
 _PURPOSE = "from_local/pack"
 """What clients exchange summaries for; `gather_objects` keeps these apart from all else."""
@@ -55,7 +58,8 @@ def pack(
     A component that is on its device already, or on the meta device, shares memory with the result.
 
     Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``, if the mesh spans several clients:
-    they exchange shapes and dtypes, and raise the same error. Otherwise no communication.
+    they exchange shapes and dtypes, and raise the same error. Otherwise no communication, and the others raise the
+    error of one client in their next call.
     Without ``run_check`` they exchange them once for components of the same shapes, dtype and layout.
     If later the components of some clients have changed and those of others not, the next exchange raises LayoutError
     on all; pass ``shape`` where that may happen.
@@ -124,12 +128,18 @@ def pack_strided(
         failure = error
     summary = Summary.of(components, layout, failure, global_shape, requires_grad=run_check and requires_grad)
     # Otherwise nothing is sent, and each client checks its own components against the shape that it was given.
-    if (shape is None or run_check) and is_shared(layout.mesh):
+    is_gathered = (shape is None or run_check) and is_shared(layout.mesh)
+    if is_gathered:
         summary = _gathered(summary, layout.mesh, failure)
-    summary.validate_agreement(layout)
-    if global_shape is None:
-        global_shape = summary.global_shape(layout)
-    summary.validate(layout, global_shape)
+    try:
+        summary.validate_agreement(layout)
+        if global_shape is None:
+            global_shape = summary.global_shape(layout)
+        summary.validate(layout, global_shape)
+    except DtckptError as error:
+        if not is_gathered:  # then the other clients may find no error, and wait for this one in their next call
+            report_error(error, [layout.mesh])
+        raise
     if run_check and compares_values:
         _validate_replicas(components, layout, global_shape)
     if stride is None and shape is None:
@@ -166,7 +176,9 @@ def _pack_again(tensors: Sequence[Any], layout: Layout, case: tuple[Any, ...]) -
 
 
 def _gathered(summary: Summary, mesh: Mesh, failure: DtckptError | None) -> Summary:
-    """Return the summary of all clients' components."""
+    """Return the summary of all clients' components. Under a fake process group they are like this client's."""
+    if is_fake():
+        return summary.on_all_devices(mesh)
     try:
         return Summary.merged(gather_objects(summary, mesh, _PURPOSE))
     except DtckptError as error:
@@ -338,6 +350,14 @@ class Summary:
             () if failure else (f"{', '.join(map(str, layout.placements))}{kind}",),
             (shape,),
         )
+
+    def on_all_devices(self, mesh: Mesh) -> Summary:
+        """Return the summary of components on all devices of a mesh that are like this client's first one."""
+
+        def on_all(by_device: Mapping[int, T]) -> dict[int, T]:
+            return dict.fromkeys(mesh.device_ids, next(iter(by_device.values()))) if by_device else {}
+
+        return replace(self, shapes=on_all(self.shapes), dtypes=on_all(self.dtypes), strides=on_all(self.strides))
 
     @classmethod
     def merged(cls, summaries: Sequence[Summary]) -> Summary:

@@ -18,7 +18,7 @@ from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
 from dtckpt.dtensor.factories import require_mesh
 from dtckpt.dtensor.gather_objects import gather_objects
-from dtckpt.dtensor.redistribute import redistribute
+from dtckpt.dtensor.redistribute import count_unchanged, redistribute
 from dtckpt.dtensor.tensor import DTensor, described
 from dtckpt.dtensor.tensorflow_names import MeshLike, copy_to_mesh
 from dtckpt.errors import (
@@ -35,6 +35,7 @@ from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement, validate_reductions
 from dtckpt.redistribution import agreements
+from dtckpt.redistribution.execute import report_error
 
 _APPLIED = "_distribute_module_applied"
 
@@ -66,7 +67,7 @@ def distribute_tensor(
     """
     mesh = require_mesh(device_mesh)
     if isinstance(tensor, DTensor):
-        return _validated(tensor, cached_layout(mesh, placements, tensor.ndim))
+        return _validated(tensor, mesh, placements)
     layout = _layout_of(tensor, mesh, placements, src_data_rank)
     if src_data_rank is not None and not mesh.is_remote() and mesh.num_clients > 1:
         # Before anybody sends: an error here, or other arguments, would leave the others waiting for values. So an
@@ -87,13 +88,19 @@ def distribute_tensor(
     return result
 
 
-def _validated(tensor: DTensor, layout: Layout) -> DTensor:
-    """Return a DTensor that has a layout already."""
-    if tensor.layout != layout:
-        raise LayoutError(
-            f"the tensor is distributed already; got {described(tensor.layout)}, expected {described(layout)}; "
-            "use redistribute"
-        )
+def _validated(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement] | None) -> DTensor:
+    """Return a DTensor that has a mesh and placements already."""
+    try:
+        layout = cached_layout(mesh, placements, tensor.ndim)
+        if tensor.layout != layout:
+            raise LayoutError(
+                f"the tensor is distributed already; got {described(tensor.layout)}, expected {described(layout)}; "
+                "use redistribute"
+            )
+    except DtckptError as error:
+        report_error(error, [tensor.device_mesh, mesh], is_numbered=True)
+        raise
+    count_unchanged(tensor)
     return tensor
 
 

@@ -26,6 +26,7 @@ from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import validate_reductions
 from dtckpt.redistribution.execute import (
     RedistributionPlan,
+    count_local_call,
     plan_redistribution,
     redistribute_components,
     report_error,
@@ -120,6 +121,7 @@ def redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     is_async: bool = False,
+    is_counted: bool = False,
 ) -> DTensor:
     """Return the tensor in another layout, on the same mesh or on another. Differentiable.
 
@@ -131,6 +133,8 @@ def redistribute(
         forward_dtype: Convert to this dtype before moving.
         backward_dtype: Convert the gradient to this dtype before moving it back; it returns to the tensor's dtype.
         is_async: Return while the last exchange is in progress; the first use of the result waits for it.
+        is_counted: Count the call also if it sends nothing, because a caller of this library chose the layout; see
+            `dtckpt.redistribution.call_history`.
 
     Raises:
         LayoutTypeError: ``tensor`` is no DTensor, or ``layout`` no Layout.
@@ -140,8 +144,10 @@ def redistribute(
         target, plan = _plan(tensor, layout, forward_dtype, backward_dtype)
     except DtckptError as error:
         # The others may find no error, and wait for this client's messages: they raise the same error instead.
-        report_error(error, meshes_of([tensor, layout]))
+        report_error(error, meshes_of([tensor, layout]), is_numbered=is_counted)
         raise
+    if is_counted and (plan is None or plan.is_local):
+        count_local_call([(tensor.layout, target, tensor.shape, tensor.dtype)])
     if plan is None:
         return _without_moving(tensor, target, forward_dtype)
     (result,) = _run(_Request((plan,), (target,), backward_dtype, is_async), (tensor,))
@@ -155,6 +161,7 @@ def redistribute_all(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
     is_async: bool = False,
+    is_counted: bool = False,
 ) -> list[DTensor]:
     """Return tensors in other layouts. Differentiable. Boxes that go from one client to another share messages.
 
@@ -166,8 +173,15 @@ def redistribute_all(
             for tensor, layout in zip(tensors, layouts, strict=True)
         ]
     except DtckptError as error:
-        report_error(error, meshes_of([*tensors, *layouts]))
+        report_error(error, meshes_of([*tensors, *layouts]), is_numbered=is_counted)
         raise
+    if is_counted and tensors and all(plan is None or plan.is_local for _, plan in targets_and_plans):
+        count_local_call(
+            [
+                (tensor.layout, target, tensor.shape, tensor.dtype)
+                for tensor, (target, _) in zip(tensors, targets_and_plans, strict=True)
+            ]
+        )
     results = [
         _without_moving(tensor, target, forward_dtype)
         for tensor, (target, _) in zip(tensors, targets_and_plans, strict=True)
@@ -199,6 +213,12 @@ def _plan(
     if is_done or tensor.is_meta:
         return target, None
     return target, plan_redistribution(tensor.layout, target, tensor.shape, dtype)
+
+
+def count_unchanged(tensor: DTensor) -> None:
+    """Count a public call that leaves a tensor as it is; see `dtckpt.redistribution.call_history`."""
+    if tensor._layout.mesh.num_clients > 1:
+        count_local_call([(tensor._layout, tensor._layout, tensor.shape, tensor.dtype)])
 
 
 def _without_moving(tensor: DTensor, layout: Layout, dtype: torch.dtype | None) -> DTensor:

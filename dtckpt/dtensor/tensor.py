@@ -182,7 +182,8 @@ class DTensor(torch.Tensor):
         """Return the DTensor of which each client's ``local_tensor`` is a component. Differentiable.
 
         Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``: they exchange shapes, and with
-        ``run_check`` values.
+        ``run_check`` values. Otherwise all make the call all the same, and the others raise an error of one client in
+        their next call.
 
         Args:
             local_tensor: This client's component. It shares memory with the result, unless ``run_check`` replaces it.
@@ -210,10 +211,16 @@ class DTensor(torch.Tensor):
             stride = None if stride is None else strides_of(stride, layout.rank)
         except DtckptError as error:
             # Where clients exchange summaries, the others wait for this one's, and the error takes its place.
-            raise shared_failure(error, mesh) if shape is None or run_check else error from None
-        return local_tensors.from_local(
+            if shape is None or run_check:
+                raise shared_failure(error, mesh) from None
+            execute.report_error(error, [mesh], is_numbered=True)
+            raise
+        made = local_tensors.from_local(
             local_tensor, layout, shape=shape, stride=stride, gradient=gradient, run_check=run_check
         )
+        if shape is not None and not run_check:
+            execute.count_local_call([(layout, layout, made.shape, made.dtype)], is_assumed=True)
+        return made
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the component of this client's only device; it shares memory with the tensor. Differentiable.
@@ -273,7 +280,8 @@ class DTensor(torch.Tensor):
 
         The result is a new tensor. It shares memory with this one if nothing moves and the dtype stays.
 
-        Collective: Over the clients of both meshes, unless nothing changes or every client holds the whole tensor.
+        Collective: Over the clients of both meshes. They send nothing if nothing changes or every client holds the
+        whole tensor, and all make the call all the same.
 
         Args:
             device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the present one.
@@ -284,8 +292,9 @@ class DTensor(torch.Tensor):
         """
         is_same_mesh = device_mesh is None or device_mesh is self._layout.mesh
         is_plain = is_same_mesh and forward_dtype is None and backward_dtype is None
-        # Most calls change nothing. They cost this comparison and a new wrapper only.
+        # Most calls change nothing. They cost this comparison, a new wrapper, and a count.
         if is_plain and isinstance(placements, list | tuple) and tuple(placements) == self.placements:
+            count_unchanged(self)
             return view_tracking.differentiable_alias(self)
         mesh = self.device_mesh
         try:
@@ -294,10 +303,15 @@ class DTensor(torch.Tensor):
             layout = cached_layout(mesh, placements, self.ndim)
         except DtckptError as error:
             # On both meshes, since clients of either may wait for what this one should send.
-            execute.report_error(error, [self.device_mesh, mesh])
+            execute.report_error(error, [self.device_mesh, mesh], is_numbered=True)
             raise
         moved = redistribute(
-            self, layout, forward_dtype=forward_dtype, backward_dtype=backward_dtype, is_async=async_op
+            self,
+            layout,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+            is_async=async_op,
+            is_counted=True,
         )
         return view_tracking.differentiable_alias(self) if moved is self else moved
 
@@ -442,4 +456,4 @@ def described(layout: Layout) -> str:
 from dtckpt.dtensor import factories, local_tensors, serialization, torch_checkpoint  # noqa: E402  (see above)
 from dtckpt.dtensor.components import shared_failure, strides_of  # noqa: E402  (see above)
 from dtckpt.dtensor.operators import plain_tensors, view_tracking  # noqa: E402  (see above)
-from dtckpt.dtensor.redistribute import redistribute  # noqa: E402  (see above)
+from dtckpt.dtensor.redistribute import count_unchanged, redistribute  # noqa: E402  (see above)

@@ -46,16 +46,20 @@ def relayout(tensor: Any, layout: Any, name: str | None = None) -> Any:
     del name
     leaves, structure = tree_flatten(tensor)
     if isinstance(tensor, torch.Tensor) or not any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return redistribute(tensor, layout) if isinstance(tensor, DTensor) else copy_to_mesh(tensor, layout)
+        if isinstance(tensor, DTensor):
+            return redistribute(tensor, layout, is_counted=True)
+        return copy_to_mesh(tensor, layout)
     layouts, layout_structure = tree_flatten(layout)
     if isinstance(layout, Layout):
         layouts = [layout] * len(leaves)
     elif layout_structure != structure:
         error = LayoutError(f"relayout: layouts and tensors are different trees; got {layout_structure}, {structure}")
-        report_error(error, meshes_of([*leaves, *layouts]))
+        report_error(error, meshes_of([*leaves, *layouts]), is_numbered=True)
         raise error
     moving = [number for number, leaf in enumerate(leaves) if isinstance(leaf, DTensor)]
-    moved = redistribute_all([leaves[number] for number in moving], [layouts[number] for number in moving])
+    moved = redistribute_all(
+        [leaves[number] for number in moving], [layouts[number] for number in moving], is_counted=True
+    )
     result = dict(zip(moving, moved, strict=True))
     for number, leaf in enumerate(leaves):
         if number not in result:
@@ -79,10 +83,10 @@ def copy_to_mesh(tensor: Any, layout: Layout, source_layout: Layout | None = Non
         LayoutError: The ranks differ, or a reduction would be pending.
     """
     del source_layout
+    if isinstance(tensor, DTensor):
+        return redistribute(tensor, layout, is_counted=True)
     if not isinstance(layout, Layout):
         raise LayoutTypeError(f"copy_to_mesh needs a Layout; got {type(layout).__name__}")
-    if isinstance(tensor, DTensor):
-        return redistribute(tensor, layout)
     try:
         whole = tensor if isinstance(tensor, torch.Tensor) else torch.as_tensor(tensor, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from dtckpt.comm.cuda_streams import SideStreams
 from dtckpt.comm.point_to_point import END_OF_TAGS, ensure_progress
-from dtckpt.comm.process_groups import message_memory, validate_connected
+from dtckpt.comm.process_groups import is_fake, message_memory, validate_connected
 from dtckpt.errors import DtckptError, LayoutError
 from dtckpt.layout.layout import MATCH, Layout
 from dtckpt.layout.mesh import Mesh
@@ -208,8 +208,8 @@ class Redistribution:
         try:
             # Messages may be under way, and would still write to buffers that are freed with this error.
             outputs = self._start(plans, tensors, into)
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            self._break_off(error)
             raise
         self.components = [plan.with_neutral_values(output) for plan, output in zip(plans, outputs, strict=True)]
 
@@ -261,17 +261,26 @@ class Redistribution:
         with self._call.watched() if self._transfers and self._call else nullcontext():
             try:
                 while self._transfers:
-                    # Popped only when it is complete, so that `_abandon` also finds a transfer that was interrupted.
+                    # Popped only when it is complete, so that `_break_off` also finds a transfer that was interrupted.
                     self._transfers[0].finish()
                     self._transfers.pop(0)
-            except BaseException:
-                self._abandon()
+            except BaseException as error:
+                self._break_off(error)
                 raise
 
-    def _abandon(self) -> None:
-        """Leave all memory alone from now on, that of transfers which have not failed themselves too."""
+    def _break_off(self, error: BaseException) -> None:
+        """Leave all memory alone from now on, that of transfers which have not failed themselves too.
+
+        Raises:
+            DtckptError: The clients called no more already. That is why others have left, and says more than ``error``.
+        """
         while self._transfers:
             self._transfers.pop().abandon()
+        if self._call is not None:
+            call, self._call = self._call, None
+            earlier = call.break_off(error)
+            if earlier is not None and isinstance(error, DtckptError):
+                raise earlier from error
 
     def __del__(self) -> None:
         # Other clients wait for what this one sends, and for its part in their own requests, whether or not anyone
@@ -415,8 +424,9 @@ def redistribute_components(
         for plan in plans:
             change = plan.change
             _LOG.debug("redistribute %s of %s: %r to %r", change.shape, change.dtype, change.source, change.target)
-    # Only a host that waits can notice that others ask for something else, so only such calls are counted.
-    host_waits = any(not plan.is_local and plan.change.device_type == "cpu" for plan in plans)
+    # Only a host that waits can notice that others ask for something else, so only such calls are counted. Under a
+    # fake process group no message is sent, and nothing is waited for.
+    host_waits = any(not plan.is_local and plan.change.device_type == "cpu" for plan in plans) and not is_fake()
     if is_async and not host_waits and (cards := _cards(plans, tensors)):
         return EnqueuedRedistribution(plans, tensors, cards)
     if all(plan.is_local for plan in plans):
@@ -427,7 +437,7 @@ def redistribute_components(
     call = None
     if host_waits:
         call = disagreement.RedistributionCall([plan.change for plan in plans], _plan_participation)
-    running = Redistribution(plans, tensors, call, call.count if call else 0, into, granted=call.granted if call else 0)
+    running = Redistribution(plans, tensors, call, call.count if call else 0, into, granted=call.digest if call else 0)
     if not is_async:
         running.wait()
     elif host_waits:
@@ -459,7 +469,7 @@ def _plan_participation(
     # Step by step: no client completes an exchange before the peers in it have begun it. So those that wait for this
     # client are, after each step, also the peers of those that did before.
     waiting, clients = {own}, {client for change in changes for client in change.clients}
-    for step in range(max(len(plan.exchanges) for plan in plans)):
+    for step in range(max((len(plan.exchanges) for plan in plans), default=0)):
         if waiting < clients:
             exchanges = [each[step] for client in waiting for each in exchanges_of(client) if step < len(each)]
             waiting |= {peer for each in exchanges if isinstance(each, BoxExchange) for peer in each.peers}
@@ -477,12 +487,17 @@ def _zeros(change: LayoutChange) -> dict[int, torch.Tensor]:
     return {device: torch.zeros(region.shape, dtype=change.dtype) for device, region in regions.items()}
 
 
-def report_error(error: DtckptError, meshes: Sequence[Mesh]) -> bool:
+def count_local_call(asked: Sequence[disagreement.Asked], *, is_assumed: bool = False) -> None:
+    """Count a public call that could communicate and does not; see `disagreement.count_local_call`."""
+    disagreement.count_local_call(asked, _plan_participation, is_assumed=is_assumed)
+
+
+def report_error(error: DtckptError, meshes: Sequence[Mesh], *, is_numbered: bool = False) -> bool:
     """Tell the clients of some meshes of an error that keeps this one from a redistribution between those meshes.
 
-    Blocks: See `disagreement.report_error`; also for the result.
+    Blocks: See `disagreement.report_error`; also for the arguments and the result.
     """
-    return disagreement.report_error(error, meshes, _plan_participation)
+    return disagreement.report_error(error, meshes, _plan_participation, is_numbered=is_numbered)
 
 
 def cache_info() -> tuple[int, int, int, int]:

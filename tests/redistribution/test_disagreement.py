@@ -20,6 +20,14 @@ def errors_in(seen):
     return [error for (error,) in found]
 
 
+def last_error_in(seen):
+    """Return the error that each client raises in every call, from the first call that it did not return from."""
+    errors = [[step for step in steps if step is not True] for steps in seen]
+    assert all(found and steps[-len(found) :] == found for found, steps in zip(errors, seen, strict=True)), seen
+    (error,) = {error for found in errors for error in found}
+    return error
+
+
 @pytest.mark.parametrize("wrong", ["dim too large", "too many", "no placements"])
 @pytest.mark.parametrize("right", ["columns", "whole"])
 def test_an_error_of_one_client_reaches_all(pool, wrong, right):
@@ -67,8 +75,12 @@ def test_clients_that_need_nothing_of_the_odd_one_come_back_for_it(pool, odd, sl
         slow=slow,
     )
     assert [answer.trace for answer in answers] == [""] * 4
-    errors = errors_in([answer.value for answer in answers])
-    assert {kind for kind, _ in errors} == {"LayoutError"}
+    seen = [answer.value for answer in answers]
+    if odd == "dim too large":
+        assert seen[1].pop(0)[1].startswith("placements: got Shard(dim=5)")
+    kind, text = last_error_in(seen)
+    assert kind == "LayoutError"
+    assert "had returned from this call; from now on every redistribution" in text
     assert max(answer.seconds for answer in answers) < 10
 
 
@@ -108,5 +120,38 @@ def test_clients_that_have_failed_go_along_with_what_late_ones_want(pool):
 
 def test_a_client_that_needs_nothing_hears_of_an_error_in_its_next_call(pool):
     seen, _ = asked(pool, ["rows", "dim too large"])
-    kind, text = seen[1][0]
-    assert seen[0][:2] == [True, (kind, f"client 1: {text}")]
+    (first, *rest), (own, *later) = seen
+    kind, text = last_error_in([rest, later])
+    assert (first, kind) == (True, own[0])
+    assert text.startswith(f"client 1: {own[1]}; client 0 had returned from this call")
+
+
+def test_a_client_that_changes_nothing_disagrees_with_those_that_change(pool):
+    seen = pool.values(disagreement_cases.one_changes_nothing, clients=4, group=True)
+    kind, text = last_error_in(seen)
+    assert kind == "LayoutError"
+    assert ": (10, 6) of torch.float32 from (Shard(dim=0),) to (Replicate(),)" in text
+    assert "client 3: (10, 6) of torch.float32 as it is, (Shard(dim=0),)" in text
+    assert [steps[0] for steps in seen] == [(kind, text)] * 4
+
+
+@pytest.mark.parametrize("where", ["barrier", "save", "sleep"])
+def test_a_client_that_waits_elsewhere_is_missing(pool, tmp_path, where):
+    answers = pool.run(
+        disagreement_cases.one_is_elsewhere, where, str(tmp_path), clients=4, group=True, heartbeat_timeout_s=2
+    )
+    assert [answer.trace for answer in answers] == [""] * 4
+    outcomes, seconds = zip(*(answer.value for answer in answers), strict=True)
+    ((kind, text),) = set(outcomes)
+    assert kind == "CoordinationError"
+    assert "client 3 has not come for 2 s, and waits in " in text
+    assert max(seconds) < 8
+
+
+def test_wrong_component_for_a_given_shape_reaches_all(pool):
+    seen = pool.values(disagreement_cases.wrong_local_shape, clients=4, group=True)
+    kind, text = seen[3][0]
+    assert (kind, "does not fit global shape (8,)" in text) == ("ComponentError", True)
+    assert [steps[0] for steps in seen[:3]] == [True] * 3
+    ((kind_of_all, text_of_all),) = {steps[1] for steps in seen}
+    assert (kind_of_all, text_of_all.startswith(f"client 3: {text}")) == (kind, True)

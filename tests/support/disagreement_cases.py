@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +16,9 @@ import torch.distributed as dist
 import dtckpt
 from dtckpt import DTensor, Mesh, Partial, Replicate, Shard
 from dtckpt.errors import DtckptError
-from dtckpt.redistribution import disagreement, execute
+from dtckpt.redistribution import execute
+from dtckpt.redistribution.call_history import history_of
+from dtckpt.redistribution.call_record import CallRecord
 from support.states import cluster_mesh
 
 WHOLE = torch.arange(60.0).reshape(10, 6)
@@ -63,9 +67,7 @@ def ask_on_grid(
     client = dtckpt.client_id()
     if client in slow:
         has_asked = threading.Event()
-        with patch.object(
-            disagreement.CallRecord, "join_requests", _slow(disagreement.CallRecord.join_requests, has_asked)
-        ):
+        with patch.object(CallRecord, "join_requests", _slow(CallRecord.join_requests, has_asked)):
             seen = ask_on_grid(request, after, late=late)
             has_asked.set()
             return seen
@@ -102,8 +104,7 @@ def _results(
     tensor: DTensor, requests: Sequence[Any], after: int, late: Sequence[int] = ()
 ) -> list[tuple[str, str] | bool]:
     client, clients = dtckpt.client_id(), tuple(range(dtckpt.num_clients()))
-    next_call = disagreement._CallHistory.current().counts[clients]
-    record = disagreement.CallRecord(clients, next_call, execute._plan_participation)
+    record = CallRecord(clients, history_of(clients).count, execute._plan_participation)
     while record.num_registered() < after:
         time.sleep(0.01)
     store = dist.distributed_c10d._get_default_store()
@@ -120,3 +121,75 @@ def _results(
             seen.append(torch.equal(moved.to_local(), WHOLE[region.slices()]))
         store.set(f"past/{client}", "")
     return seen
+
+
+def one_changes_nothing() -> list[tuple[str, str] | bool]:
+    """Return what becomes of a call in which only the last client keeps its layout, and of three calls after it."""
+    client, clients = dtckpt.client_id(), dtckpt.num_clients()
+    tensor = rows(cluster_mesh({"x": clients}, clients, client))
+    wanted = [Shard(0)] if client == clients - 1 else [Replicate()]
+    calls: list[Callable[[], bool]] = [
+        lambda: torch.equal(tensor.redistribute(placements=wanted).full_tensor(), WHOLE),
+        *[partial(_adds, tensor, number) for number in range(1, 4)],
+    ]
+    seen = [_outcome(call) for call in calls]
+    _meet()
+    return seen
+
+
+def one_is_elsewhere(where: str, folder: str) -> tuple[tuple[str, str] | bool, float]:
+    """Return what becomes of a call to which the last client does not come, and how long that takes.
+
+    Args:
+        where: What the client does instead.
+        folder: Where it may save.
+    """
+    client, clients = dtckpt.client_id(), dtckpt.num_clients()
+    tensor = rows(cluster_mesh({"x": clients}, clients, client))
+    start = time.monotonic()
+    if client < clients - 1:
+        outcome = _outcome(lambda: torch.equal(tensor.full_tensor(), WHOLE))
+        seconds = time.monotonic() - start
+        _meet()
+        return outcome, seconds
+    waits = {
+        "barrier": dist.barrier,
+        "save": lambda: dtckpt.checkpoint.save(folder, {"a": torch.ones(2)}),
+        "sleep": lambda: time.sleep(8),
+    }
+    done = threading.Thread(target=_meet)  # the others end while this client waits for them
+    done.start()
+    with suppress(Exception):
+        waits[where]()
+    done.join()
+    return _outcome(lambda: torch.equal(tensor.full_tensor(), WHOLE)), 0.0
+
+
+def wrong_local_shape() -> list[tuple[str, str] | bool]:
+    """Return what becomes of `from_local` with a shape that the last client's component does not fit, and of a call."""
+    client, clients = dtckpt.client_id(), dtckpt.num_clients()
+    mesh = cluster_mesh({"x": clients}, clients, client)
+    local = torch.ones(2 + (client == clients - 1))
+    tensor = rows(mesh)
+    first = _outcome(lambda: DTensor.from_local(local, mesh, [Shard(0)], shape=(2 * clients,)) is not None)
+    seen = [first, _outcome(lambda: torch.equal(tensor.full_tensor(), WHOLE))]
+    _meet()
+    return seen
+
+
+def _adds(tensor: DTensor, number: int) -> bool:
+    return torch.equal((tensor + number).full_tensor(), WHOLE + number)
+
+
+def _outcome(call: Callable[[], bool]) -> tuple[str, str] | bool:
+    try:
+        return call()
+    except DtckptError as error:
+        return type(error).__name__, str(error)
+
+
+def _meet() -> None:
+    """Wait for all clients: one that ends would give the others an error of another kind."""
+    store = dist.distributed_c10d._get_default_store().clone()
+    store.set(f"over/{dtckpt.client_id()}", "")
+    store.wait([f"over/{client}" for client in range(dtckpt.num_clients())])
