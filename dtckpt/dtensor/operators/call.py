@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -175,6 +176,10 @@ def run_on_meta(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], 
         kwargs: Arguments by name.
         tensors: The tensors among all arguments, in order.
     """
+    if "device" not in kwargs and (ones := _small_ones(func, tensors)):
+        with suppress(RuntimeError):  # There may be no kernel for the dtype; meta kernels raise what is wrong.
+            plain_args, plain_kwargs = replace_tensors(args, kwargs, ones)
+            return func(*plain_args, **plain_kwargs)
     if func in meta_strides.DEVICE_DEPENDENT:
         with torch_private.FakeTensorMode():
             return func(*_with_empty_tensors(args, kwargs, tensors, tensors[0].device)[0])
@@ -187,6 +192,35 @@ def run_on_meta(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], 
     # Without elements the operator itself costs nothing, and tells strides that some meta kernels get wrong then.
     plain_args, plain_kwargs = _with_empty_tensors(args, kwargs, tensors, torch.device("cpu"))
     return func(*plain_args, **{**plain_kwargs, **{name: torch.device("cpu") for name in kwargs if name == "device"}})
+
+
+_SMALL = 1 << 12
+"""Elements of a result, up to which an operator on elements runs itself: that takes less time than its meta kernel."""
+
+
+def _small_ones(func: Operator, tensors: Sequence[DTensor]) -> list[torch.Tensor]:
+    """Return plain tensors in place of the operands of an operator on elements; none if they or the result are large.
+
+    Of ones, each such operator has a result, and its strides are exact, also those of dims of size 1.
+    """
+    tags = func.tags
+    if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags or func._schema.is_mutable:
+        return []
+    spans = [_span(tensor) for tensor in tensors]
+    with suppress(RuntimeError):  # The shapes cannot be broadcast.
+        shape: torch.Size = torch.broadcast_shapes(*(one.shape for one in tensors))  # type: ignore[no-untyped-call]
+        if max(*spans, shape.numel()) <= _SMALL:
+            return [
+                torch.ones(span, dtype=tensor.dtype).as_strided(tuple(tensor.shape), tensor.stride())
+                for span, tensor in zip(spans, tensors, strict=True)
+            ]
+    return []
+
+
+def _span(tensor: DTensor) -> int:
+    """Return how many elements of its storage lie from a tensor's first to its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
 
 
 def _with_empty_tensors(

@@ -85,9 +85,6 @@ from dtckpt.dtensor.operators.rules import (
     normalization as normalization,
 )
 from dtckpt.dtensor.operators.rules import (
-    one_hot as one_hot,
-)
-from dtckpt.dtensor.operators.rules import (
     pointwise as pointwise,
 )
 from dtckpt.dtensor.operators.rules import (

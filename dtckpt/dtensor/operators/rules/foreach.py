@@ -92,6 +92,9 @@ class ForeachPlan:
             if moved[position] is not tensors[position]:
                 write_into(moved[position], tensors[position])
             finish_write(tensors[position])
+            # The kernels of lists do this themselves, for tensors that have memory.
+            if not tensors[position].is_inference():
+                torch.autograd.graph.increment_version(tensors[position])
         return None
 
     def _wrap(

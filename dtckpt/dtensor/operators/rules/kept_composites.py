@@ -1,6 +1,6 @@
-"""Operators that run here before PyTorch decomposes them: ``matmul.out``, ``linalg_matrix_rank``, ``tensor_split``.
+"""Operators that run here before PyTorch decomposes them: ``matmul.out``, ``tensor_split``, ``vander``, ``one_hot``.
 
-PyTorch's own decompositions of these read or write memory that a DTensor does not have.
+PyTorch's own decompositions of these read or write memory that a DTensor does not have, or give other strides.
 """
 
 from __future__ import annotations
@@ -70,3 +70,20 @@ def _split(operator: Operator, keys: Any, tensor: torch.Tensor, indices: torch.T
     elif isinstance(tensor, DTensor):
         to_dtensors([indices], tensor.device_mesh)  # which compares them
     return operator.decompose(tensor, indices, dim)
+
+
+@before_autograd(_aten.vander.default)
+def _vander(operator: Operator, keys: Any, x: torch.Tensor, N: int | None = None, increasing: bool = False) -> Any:
+    """PyTorch writes the powers into a plain tensor; here they are a DTensor."""
+    del operator, keys
+    count = x.shape[0] if N is None else N
+    x = x.to(torch.promote_types(x.dtype, torch.int64))
+    powers = x.new_ones((*x.shape, count)) if count < 2 else torch.linalg.vander(x, N=count)
+    return powers if increasing else powers.flip(1)
+
+
+@before_autograd(_aten.one_hot.default)
+def _one_hot(operator: Operator, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """PyTorch compares the classes of tensors like ours, which keeps their strides; where it writes, it does not."""
+    del keys
+    return operator.decompose(*args, **kwargs).contiguous()
