@@ -46,7 +46,8 @@ REDUCERS: dict[str, Callable[..., torch.Tensor]] = {
 
 # PyTorch has hardly any arithmetic of wide unsigned integers, and on cards none. In two's complement these reductions
 # give the same bits for signed ones; a minimum, a maximum and a quotient do not.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""The signed dtypes of wide unsigned ones."""
 _SIGNLESS_OPS = frozenset({"sum", "product", "band", "bor", "bxor"})
 
 _NATIVE_OPS = {
@@ -451,7 +452,7 @@ def reduce_terms(result: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op:
     # One of the first two terms may be ``result`` itself, received in place: the first step reads both of them, element
     # by element, before it writes. A later term must not be, since by then it is overwritten.
     reducer, (first, *others) = REDUCERS[reduce_op], terms
-    if reduce_op in _SIGNLESS_OPS and (signed := _SIGNED.get(result.dtype)):
+    if reduce_op in _SIGNLESS_OPS and (signed := SIGNED.get(result.dtype)):
         result, first, others = result.view(signed), first.view(signed), [term.view(signed) for term in others]
     if not others:
         result.copy_(first)
@@ -459,6 +460,11 @@ def reduce_terms(result: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op:
         reducer(first if position == 0 else result, term, out=result)
     if reduce_op == "avg":
         average(result, divisor)
+
+
+def neutral_term(dtype: torch.dtype) -> float | complex:
+    """Return the number that changes nothing in a sum: -0.0, as -0.0 + 0.0 is 0.0."""
+    return complex(-0.0, -0.0) if dtype.is_complex else -0.0
 
 
 def average(total: torch.Tensor, divisor: int) -> None:

@@ -31,6 +31,7 @@ from dtckpt.dtensor.operators import plans, rules
 from dtckpt.dtensor.operators.call import Call, Operator, functional_of, replace_tensors, signature_of, tensors_in
 from dtckpt.dtensor.operators.mesh_groups import run_groups, split_by_mesh
 from dtckpt.dtensor.operators.operands import common_mesh, to_replicated
+from dtckpt.dtensor.operators.pending_passes import exact_rule
 from dtckpt.dtensor.operators.plain_tensors import to_dtensors
 from dtckpt.dtensor.operators.registry import BY_INDEX, COMPOSITES, PLANNERS, builder_of
 from dtckpt.dtensor.operators.rule_builders import UnknownShapeError
@@ -253,7 +254,7 @@ def plan_of(call: Call) -> plans.Plan:
     with suppress(UnknownShapeError):
         rule = builder(call) if builder is not None else None
     if rule is not None:
-        rule = rule.exact_for(call, call.tensors)
+        rule = exact_rule(rule, call)
         nbytes = [tensor.numel() * tensor.element_size() for tensor in call.tensors]
         shapes = (rule.shape(number) for number in range(len(rule.results)))
         # The dtypes of results are not known here: that of the widest operand stands for them.
