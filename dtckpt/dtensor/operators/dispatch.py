@@ -29,6 +29,7 @@ import torch
 from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators import plans, rules
 from dtckpt.dtensor.operators.call import Call, Operator, functional_of, replace_tensors, signature_of, tensors_in
+from dtckpt.dtensor.operators.lazy_bits import LazyBitsPlan
 from dtckpt.dtensor.operators.mesh_groups import run_groups, split_by_mesh
 from dtckpt.dtensor.operators.operands import common_mesh, to_replicated
 from dtckpt.dtensor.operators.pending_passes import exact_rule
@@ -208,6 +209,8 @@ def _plan_and_run(
             plan = None
     if plan is None:
         plan = plan_of(call)
+        if any(tensor.is_complex() for tensor in tensors):
+            plan = LazyBitsPlan(plan)
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug("operator %s will run by %s on %s", func, plan.route, _Texts(tensors))
         result = plan.run(args, kwargs, tensors)
