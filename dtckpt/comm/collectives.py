@@ -452,6 +452,9 @@ def reduce_terms(result: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op:
     # One of the first two terms may be ``result`` itself, received in place: the first step reads both of them, element
     # by element, before it writes. A later term must not be, since by then it is overwritten.
     reducer, (first, *others) = REDUCERS[reduce_op], terms
+    if result.is_complex() and reduce_op in ("sum", "avg"):
+        # PyTorch adds complex numbers times one, which is NaN if a part is infinite, and changes signs of zeros.
+        result, first, *others = (torch.view_as_real(each) for each in (result, first, *others))
     if reduce_op in _SIGNLESS_OPS and (signed := SIGNED.get(result.dtype)):
         result, first, others = result.view(signed), first.view(signed), [term.view(signed) for term in others]
     if not others:
@@ -470,8 +473,9 @@ def neutral_term(dtype: torch.dtype) -> float | complex:
 def average(total: torch.Tensor, divisor: int) -> None:
     """Divide a sum in place; round integers towards zero."""
     if divisor > 1:
+        total = torch.view_as_real(total) if total.is_complex() else total  # as above
         # Integers are divided without conversion to float, which cannot hold all digits of a large one.
-        is_whole = not (total.is_floating_point() or total.is_complex() or total.dtype == torch.bool)
+        is_whole = not (total.is_floating_point() or total.dtype == torch.bool)
         total.copy_(torch.div(total, divisor, rounding_mode="trunc" if is_whole else None))
 
 
