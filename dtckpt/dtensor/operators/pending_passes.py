@@ -5,11 +5,12 @@ call are those for which the terms may be computed in the operands' dtypes, and 
 
     reduction           from and to                                            may pass
     any                 one dtype, and the operator only moves elements        yes
-    any but ``avg``     one dtype of integers, which wrap around               yes: they do so in the end, too
-    ``sum`` and others  floats, and the results' dtype has all of their values yes
-    ``sum`` and others  floats, which the results' dtype rounds                no: terms cancel, the errors do not
-    ``sum`` and others  integers to any other dtype                            no: 0.5 + 0.5 would become 0, or 2**31
+    any but ``avg``     one dtype of integers                                  yes: they wrap around in the end, too
     ``max``, ``min``    dtypes between which a conversion keeps the order      yes: it may round
+    ``sum`` and others  floats to a dtype that has all of their values         yes
+    ``sum`` and others  floats to a dtype that rounds them                     no: terms cancel, roundings do not
+    ``sum`` and others  floats to integers                                     no: 0.5 + 0.5 would become 0
+    ``sum`` and others  integers to another dtype                              no: their sum wraps around before
 
 `exact_rule` is the one place that decides; rules declare passes and do not look at dtypes, unless their operator rounds
 integers itself, as ``avg_pool2d`` does.
@@ -36,7 +37,7 @@ from dtckpt.redistribution.exchange_plan import reduction_kind
 def exact_rule(
     rule: Rule, call: Call, tensors: Sequence[DTensor] | None = None, dtypes: Sequence[torch.dtype] | None = None
 ) -> Rule:
-    """Return a rule without the passes that would change the values of a call.
+    """Return a rule without the passes, and without the contractions, that would change the values of a call.
 
     Args:
         rule: The rule.
@@ -44,6 +45,9 @@ def exact_rule(
         tensors: The rule's operands; by default the call's tensors.
         dtypes: Dtypes of the rule's results; by default those that the operator gives on meta tensors.
     """
+    # A term that is added once is zero elsewhere; times infinity that is NaN, as is the sum of unlike infinities.
+    if rule.counted_once and not call.keeps_zeros:
+        return replace(rule, contracted={}, passes={})
     operands = call.tensors if tensors is None else tensors
     pending = [frozenset(tensor._layout.partial.values()) for tensor in operands]
     if not rule.passes or not any(pending):
@@ -63,22 +67,25 @@ def exact_rule(
         # The operand becomes pending. All terms of an average are its value: their sum may be beyond the dtype.
         return reduce_op != "avg" and (reduce_op not in BITWISE_OPS or not _is_inexact(source))
 
-    return replace(
-        rule,
-        passes={
-            reduce_op: tuple(group for group in groups if all(passes(reduce_op, operand) for operand in group))
-            for reduce_op, groups in rule.passes.items()
-        },
-    )
+    exact = {
+        reduce_op: tuple(group for group in groups if all(passes(reduce_op, operand) for operand in group))
+        for reduce_op, groups in rule.passes.items()
+    }
+    # An average of integers is rounded: a sum that is pending within it cannot be put off for longer.
+    if not exact.get("avg") and any(
+        "avg" in ops and not _is_inexact(operands[n].dtype) for n, ops in enumerate(pending)
+    ):
+        exact.pop("sum", None)
+    return replace(rule, passes=exact)
 
 
 def result_dtypes(call: Call) -> list[torch.dtype] | None:
-    """Return the dtypes of a call's results; None if the operator has no kernel for meta tensors."""
+    """Return the dtypes of a call's results; None if the kernel for meta tensors is missing, or refuses the call."""
     if written := signature_of(call.func).written:
         return [tensor.dtype for tensor in tensors_in([call[name] for name in written])]
     try:
         return [result.dtype for result in tensors_in([run_on_meta(call.func, call.args, call.kwargs, call.tensors)])]
-    except NotImplementedError:
+    except RuntimeError:  # NotImplementedError is one. What PyTorch really refuses, components are refused, too.
         return None
 
 

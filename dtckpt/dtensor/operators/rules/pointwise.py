@@ -51,13 +51,13 @@ def _scale(call: Call) -> Rule | None:
 @rule(_aten.maximum.default)
 def _maximum(call: Call) -> Rule | None:
     """All dims may be split; a pending maximum of one or both operands passes."""
-    return pointwise(call.shapes, {"max": ((0, 1),)})
+    return pointwise(call.shapes, {"max": (tuple(range(len(call.tensors))),)})
 
 
 @rule(_aten.minimum.default)
 def _minimum(call: Call) -> Rule | None:
     """All dims may be split; a pending minimum of one or both operands passes."""
-    return pointwise(call.shapes, {"min": ((0, 1),)})
+    return pointwise(call.shapes, {"min": (tuple(range(len(call.tensors))),)})
 
 
 @rule(
