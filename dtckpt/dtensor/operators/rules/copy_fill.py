@@ -53,10 +53,12 @@ def _assign(call: Call) -> Rule | None:
 
 @rule(_aten.empty_like.default)
 def _empty(call: Call) -> Rule:
-    """All dims may be split; values without meaning wait for the operand's reduction, if the dtype stays."""
+    """All dims may be split; values without meaning wait for what the operand waits for, but for averages."""
     source = call.tensors[0].dtype
     if (call["dtype"] or source) == source:
-        return same_dims(call.shapes[0], any_reduction())
+        # What is written to an average later may be beyond its dtype: the terms are added up before they are divided.
+        passes = {reduce_op: groups for reduce_op, groups in any_reduction().items() if reduce_op != "avg"}
+        return same_dims(call.shapes[0], passes)
     return _like(call)
 
 
