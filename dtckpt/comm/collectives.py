@@ -46,7 +46,8 @@ REDUCERS: dict[str, Callable[..., torch.Tensor]] = {
 
 # PyTorch has hardly any arithmetic of wide unsigned integers, and on cards none. In two's complement these reductions
 # give the same bits for signed ones; a minimum, a maximum and a quotient do not.
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""The signed dtypes of wide unsigned ones."""
 _SIGNLESS_OPS = frozenset({"sum", "product", "band", "bor", "bxor"})
 
 _NATIVE_OPS = {
@@ -453,7 +454,10 @@ def reduce_terms(result: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op:
     # One of the first two terms may be ``result`` itself, received in place: the first step reads both of them, element
     # by element, before it writes. A later term must not be, since by then it is overwritten.
     reducer, (first, *others) = REDUCERS[reduce_op], terms
-    if reduce_op in _SIGNLESS_OPS and (signed := _SIGNED.get(result.dtype)):
+    if result.is_complex() and reduce_op in ("sum", "avg"):
+        # PyTorch adds complex numbers times one, which is NaN if a part is infinite, and changes signs of zeros.
+        result, first, *others = (torch.view_as_real(each) for each in (result, first, *others))
+    if reduce_op in _SIGNLESS_OPS and (signed := SIGNED.get(result.dtype)):
         result, first, others = result.view(signed), first.view(signed), [term.view(signed) for term in others]
     if not others:
         result.copy_(first)
@@ -463,11 +467,17 @@ def reduce_terms(result: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op:
         average(result, divisor)
 
 
+def neutral_term(dtype: torch.dtype) -> float | complex:
+    """Return the number that changes nothing in a sum: -0.0, as -0.0 + 0.0 is 0.0."""
+    return complex(-0.0, -0.0) if dtype.is_complex else -0.0
+
+
 def average(total: torch.Tensor, divisor: int) -> None:
     """Divide a sum in place; round integers towards zero."""
     if divisor > 1:
+        total = torch.view_as_real(total) if total.is_complex() else total  # as above
         # Integers are divided without conversion to float, which cannot hold all digits of a large one.
-        is_whole = not (total.is_floating_point() or total.is_complex() or total.dtype == torch.bool)
+        is_whole = not (total.is_floating_point() or total.dtype == torch.bool)
         total.copy_(torch.div(total, divisor, rounding_mode="trunc" if is_whole else None))
 
 

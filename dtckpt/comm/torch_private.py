@@ -146,6 +146,17 @@ def local_tensor_of(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor  # type: ignore[no-any-return]
 
 
+def resolve_lazy_bits() -> Any:
+    """Return a context in which operators resolve the conjugate and the negative bit of plain tensors.
+
+    They do so everywhere but within ``__torch_dispatch__``.
+    """
+    excluded = _bindings._dispatch_tls_local_exclude_set()
+    for name in ("Conjugate", "Negative"):
+        excluded -= DispatchKeySet(dispatch_key(name))
+    return _bindings._ForceDispatchKeyGuard(_bindings._dispatch_tls_local_include_set(), excluded)
+
+
 def strided_shard(dim: int, split_factor: int) -> Any:
     """Return a ``_StridedShard`` of PyTorch."""
     from torch.distributed.tensor.placement_types import _StridedShard  # here, as most programs do without

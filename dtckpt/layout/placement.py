@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 REDUCE_OPS = ("sum", "avg", "min", "max", "product", "band", "bor", "bxor")
 """Reductions that a `Partial` may wait for; the last three are bitwise and for integers only."""
 
-_BITWISE_OPS = REDUCE_OPS[-3:]
+BITWISE_OPS = REDUCE_OPS[-3:]
 
 
 def validate_reduce_op(reduce_op: object) -> str:
@@ -40,7 +40,7 @@ def validate_reductions(partial: Mapping[str, str], dtype: torch.dtype) -> None:
     Raises:
         LayoutError: There is one; the message has its axis.
     """
-    wrong = {axis: op for axis, op in partial.items() if op in _BITWISE_OPS}
+    wrong = {axis: op for axis, op in partial.items() if op in BITWISE_OPS}
     if wrong and (dtype.is_floating_point or dtype.is_complex):
         raise LayoutError(
             f"pending reductions: got {wrong} for a tensor of {dtype}, expected integers or bool for bitwise ones; use "

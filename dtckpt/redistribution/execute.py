@@ -23,6 +23,7 @@ from functools import cache, cached_property, lru_cache
 import torch
 import torch.distributed as dist
 
+from dtckpt.comm.collectives import neutral_term
 from dtckpt.comm.cuda_streams import SideStreams
 from dtckpt.comm.point_to_point import END_OF_TAGS, ensure_progress
 from dtckpt.comm.process_groups import is_fake, message_memory, validate_connected
@@ -43,8 +44,11 @@ Transfer = BoxTransfer | NativeTransfer
 
 _TAGS_APART = 1_000_003
 """Distance between the tags of one call's messages and those of the next."""
-_NEUTRAL_VALUES = {"sum": 0, "product": 1, "bxor": 0}
-"""When a value becomes a term, all devices but the first hold this; with other ops every device may hold the value."""
+_NEUTRAL_VALUES = {"product": 1, "bxor": 0}
+"""When a value becomes a term, all devices but the first hold this, or the neutral term of a sum.
+
+With other ops every device may hold the value.
+"""
 
 
 def resolve_match(layout: Layout, source: Layout) -> Layout:
@@ -79,7 +83,7 @@ class RedistributionPlan:
     change: LayoutChange
     exchanges: tuple[Exchange, ...]
     index_in_next: tuple[dict[int, tuple[slice, ...]] | None, ...]
-    neutral_values: Mapping[int, int]
+    neutral_values: Mapping[int, complex]
 
     @cached_property
     def is_local(self) -> bool:
@@ -150,10 +154,11 @@ def _compile(change: LayoutChange, client: int, memory: str) -> RedistributionPl
         for one, later in itertools.pairwise(exchanges)
     ]
     last = path[-1] if path else source
-    neutral_values: dict[int, int] = {}
+    neutral_values: dict[int, complex] = {}
     # In mesh order: the last axis is reduced first, so the value that leaves its term alone is the one that counts.
     for axis in (axis for axis in target.mesh.mesh_dim_names if axis in target.partial and axis not in last.partial):
-        value = _NEUTRAL_VALUES.get(target.partial[axis])
+        reduce_op = target.partial[axis]
+        value = neutral_term(dtype) if reduce_op == "sum" else _NEUTRAL_VALUES.get(reduce_op)
         for device in target.mesh.local_device_ids():
             if value is not None and target.mesh.coordinate(device)[target.mesh.axis_index(axis)]:
                 neutral_values[device] = value

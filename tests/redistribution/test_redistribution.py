@@ -279,7 +279,6 @@ def test_wide_unsigned_integers_are_reduced(reduce_op, reduced, dtype):
 @pytest.mark.parametrize(
     ("reduce_op", "dtype"),
     [
-        ("avg", torch.complex32),
         ("avg", torch.uint16),
         ("min", torch.uint64),
         ("max", torch.uint32),
@@ -289,7 +288,6 @@ def test_wide_unsigned_integers_are_reduced(reduce_op, reduced, dtype):
     ],
 )
 @pytest.mark.parametrize("clients", [1, 2])
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_reductions_that_cannot_be_made_everywhere_are_refused_before_anything_is_sent(reduce_op, dtype, clients):
     mesh = abstract_mesh({"x": 2}, devices_per_client=2 // clients)
     change = LayoutChange(Layout([UNSHARDED], mesh, {"x": reduce_op}), Layout([UNSHARDED], mesh), (4,), dtype)

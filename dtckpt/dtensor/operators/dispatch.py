@@ -37,8 +37,10 @@ from dtckpt.dtensor.operators.call import (
     signature_of,
     tensors_in,
 )
+from dtckpt.dtensor.operators.lazy_bits import LazyBitsPlan
 from dtckpt.dtensor.operators.mesh_groups import run_groups, split_by_mesh
 from dtckpt.dtensor.operators.operands import common_mesh, to_replicated
+from dtckpt.dtensor.operators.pending_passes import exact_rule
 from dtckpt.dtensor.operators.plain_tensors import to_dtensors
 from dtckpt.dtensor.operators.registry import BY_INDEX, COMPOSITES, PLANNERS, builder_of
 from dtckpt.dtensor.operators.strategy import choose_layouts
@@ -214,6 +216,8 @@ def _plan_and_run(
             plan = None
     if plan is None:
         plan = plan_of(call)
+        if any(tensor.is_complex() for tensor in tensors):
+            plan = LazyBitsPlan(plan)
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug("operator %s will run by %s on %s", func, plan.route, _Texts(tensors))
         result = plan.run(args, kwargs, tensors)
@@ -260,7 +264,7 @@ def plan_of(call: Call) -> plans.Plan:
     with suppress(UnknownResultError):
         rule = builder(call) if builder is not None else None
     if rule is not None:
-        rule = rule.exact_for(call, call.tensors)
+        rule = exact_rule(rule, call)
         nbytes = [tensor.numel() * tensor.element_size() for tensor in call.tensors]
         shapes = (rule.shape(number) for number in range(len(rule.results)))
         # The dtypes of results are not known here: that of the widest operand stands for them.

@@ -184,6 +184,8 @@ def write_into(source: DTensor, target: DTensor) -> None:
     Collective: As `to_layouts`.
     """
     if source.dtype != target.dtype and target.layout.partial:
+        # Terms that are rounded, or wrap around, have another sum.
+        (source,) = to_layouts([source], [derived_layouts.gradient_layout(source._layout)])
         components = [component.to(target.dtype) for component in source.components]
         # Before the redistribution, because the target's pending op may not fit the source's dtype, as ``band`` does
         # not fit floats.

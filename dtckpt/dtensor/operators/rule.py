@@ -21,14 +21,10 @@ has no factor. `dtckpt.dtensor.operators.strategy` chooses from a rule which axi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.placement import REDUCE_OPS
 
 Dims = tuple[tuple[int, ...], ...]
@@ -40,6 +36,9 @@ Passes = Mapping[str, tuple[tuple[int, ...], ...]]
 While all operands of a group are pending, the operator runs on the terms, and the results are pending instead. One that
 is not pending becomes so first: a replicated tensor without communication. The sum of two tensors has
 ``{"sum": ((0, 1),)}``: both or none. Their product has ``{"sum": ((0,), (1,))}``: one of them.
+
+They hold for numbers that are never rounded. `dtckpt.dtensor.operators.pending_passes` leaves out those that the dtypes
+of a call do not allow.
 """
 
 BILINEAR: Passes = {"sum": ((0,), (1,)), "avg": ((0,), (1,))}
@@ -115,30 +114,6 @@ class Rule:
     local: Callable[..., Any] | None = None
     takes_offsets: bool = False
     makes_copy: bool = False
-
-    def exact_for(self, call: Call, tensors: Iterable[DTensor]) -> Rule:
-        """Return this rule without the passes that would change the values of a call.
-
-        Args:
-            call: The call.
-            tensors: Its operands; those with pending reductions matter.
-        """
-        pending = [tensor.dtype for tensor in tensors if tensor._layout.has_partial]
-        # Where every reduction passes, the operator moves elements and computes nothing.
-        if not pending or self.passes.keys() >= set(REDUCE_OPS):
-            return self
-        # Terms of a finite sum may be zero, or cancel each other; times infinity they are NaN, and the sum is not.
-        if not call.keeps_zeros:
-            return self._with_passes({"max", "min"} & self.passes.keys())
-        integers = [dtype for dtype in pending if not (dtype.is_floating_point or dtype.is_complex)]
-        if not integers:
-            return self
-        # An average of integers is rounded, and a sum of short ones wraps around, before the operator sees it.
-        is_short = any(dtype.itemsize < torch.int64.itemsize for dtype in integers)
-        return self._with_passes(self.passes.keys() - ({"avg", "sum", "product"} if is_short else {"avg"}))
-
-    def _with_passes(self, reductions: Collection[str]) -> Rule:
-        return replace(self, passes={op: groups for op, groups in self.passes.items() if op in reductions})
 
     def shape(self, result: int) -> tuple[int, ...]:
         """Return the global shape of a result."""

@@ -37,8 +37,10 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm.collectives import SIGNED
 from dtckpt.dtensor.operators.call import Call, Operator
-from dtckpt.dtensor.operators.rule import BILINEAR, Dims, Factors, Passes, Rule
+from dtckpt.dtensor.operators.pending_passes import can_reduce
+from dtckpt.dtensor.operators.rule import BILINEAR, Dims, Factors, Passes, Rule, any_reduction
 
 # --- elements -----------------------------------------------------------------------------------------------------
 
@@ -413,11 +415,28 @@ Lookup = Callable[..., torch.Tensor]
 """Takes a component, where it begins, the global size and the operator's other arguments: see `masked_lookup`."""
 
 
-def masked_lookup(unmasked: Rule | None, dim: int, size: int, lookup: Lookup) -> Rule | None:
-    """Return a rule by which each device takes the elements that its component has, and zeros for all others.
+LOOKUP_PASSES: Passes = {op: groups for op, groups in any_reduction().items() if op != "product"}
+"""A lookup moves elements. A product of the zeros beside them might be 0.0 and not -0.0: see `neutral_term`."""
+
+
+def completed_by_sum(call: Call, dim: Hashable) -> dict[Hashable, str]:
+    """Return what completes a lookup in a dim of the call's first operand that is split; nothing if no sum could.
 
     Args:
-        unmasked: The rule; its ``contracted`` has the reduction that adds up the zeros. None stays None.
+        call: The call.
+        dim: Label of the dim.
+    """
+    dtype = call.tensors[0].dtype
+    return {dim: "sum"} if can_reduce("sum", dtype) and dtype != torch.bool else {}
+
+
+def masked_lookup(unmasked: Rule | None, dim: int, size: int, lookup: Lookup) -> Rule | None:
+    """Return a rule by which each device takes the elements that its component has, and -0.0 for all others.
+
+    Every reduction but a product may stay pending.
+
+    Args:
+        unmasked: The rule; its ``contracted`` is `completed_by_sum`. None stays None.
         dim: The dim of the first operand that the indices go into.
         size: Global size of that dim.
         lookup: What each device runs. It gets its component, the global index at which that begins along ``dim``, the
@@ -427,11 +446,13 @@ def masked_lookup(unmasked: Rule | None, dim: int, size: int, lookup: Lookup) ->
         return None
 
     def local(component: torch.Tensor, *args: Any, offsets: Sequence[tuple[int, ...]], **kwargs: Any) -> torch.Tensor:
+        # Of wide unsigned integers many kernels are missing, and the signed ones have the same bits.
+        table = component.view(SIGNED.get(component.dtype, component.dtype))
         # The plan says where each operand's component begins; the table is the first operand.
-        return lookup(component, offsets[0][dim], size, *args, **kwargs)
+        return lookup(table, offsets[0][dim], size, *args, **kwargs).view(component.dtype)
 
     # A table that moves has a gradient of its size, which moves back; the strategy counts both.
-    return replace(unmasked, local=local, takes_offsets=True, costly_to_move=frozenset({0}))
+    return replace(unmasked, local=local, takes_offsets=True, costly_to_move=frozenset({0}), passes=LOOKUP_PASSES)
 
 
 # --- shapes of results --------------------------------------------------------------------------------------------

@@ -1,10 +1,13 @@
 """Elements by their index, and embeddings, by rule and backward."""
 
+import re
+
 import pytest
 import torch
-from support.operator_checks import S0, S1, S2, P, R, check, distributed
+from support.operator_checks import GRID, LINE, S0, S1, S2, P, R, check, distributed
 from torch.nn import functional as nn
 
+from dtckpt.dtensor import distribute_tensor
 from dtckpt.dtensor.operators import dispatch
 
 INDEX = torch.tensor([3, 0, 5, 3, 1])
@@ -144,3 +147,90 @@ def test_new_tensors_of_other_shapes_move_nothing():
     assert made.placements == (R,)
     assert torch.equal(made.full_tensor(), torch.zeros(3, 2))
     assert not [func for func, route in dispatch.COUNTS if route == "replication"]
+
+
+# --- elements of a split dim, bit by bit --------------------------------------------------------------------------
+
+_EVERY_DTYPE = sorted({one for one in vars(torch).values() if isinstance(one, torch.dtype)}, key=str)
+_STORED = [one for one in _EVERY_DTYPE if not re.search(r"q|bit|int[1-7]$", str(one))]
+"""All dtypes but quantized ones, those whose elements share a byte, and bits, which have hardly any kernels."""
+_ROWS = torch.tensor([6, 0, 3, 3])
+
+LOOKUPS = {
+    "index_select": lambda x: x.index_select(0, _ROWS),
+    "index_select, one dim": lambda x: x[:, 0].index_select(0, _ROWS),
+    "gather": lambda x: x.gather(0, _ROWS[:, None].expand(4, 3)),
+    "take_along_dim": lambda x: torch.take_along_dim(x, _ROWS[:, None], 0),
+    "take": lambda x: x.take(_ROWS),
+    "embedding": lambda x: torch.embedding(x, _ROWS),
+    "index": lambda x: x[_ROWS],
+    "select": lambda x: x[3],
+    "select, last": lambda x: x[-1],
+    "slice": lambda x: x[2:5],
+    "slice, step": lambda x: x[1::3],
+    "narrow": lambda x: x.narrow(0, 3, 2),
+    "split": lambda x: x.split(4)[1],
+    "unbind": lambda x: x.unbind()[6],
+    "index_copy": lambda x: x.index_copy(0, _ROWS[:2], x[:2]),
+    "scatter": lambda x: x.scatter(0, _ROWS[:2, None].expand(2, 3), x[:2]),
+    "cat": lambda x: torch.cat([x[3:4], x[5:]]),
+}
+
+
+def _with_odd_bits(dtype):
+    """Return a (7, 3) tensor with zeros of both signs, infinities, NaNs with payloads, and the largest integers."""
+    generator = torch.Generator().manual_seed(2)
+    if dtype == torch.bool:
+        return torch.rand(7, 3, generator=generator) < 0.5
+    values = torch.randint(0, 256, (7, 3 * dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype)
+    if dtype.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex):
+        parts = torch.view_as_real(values) if dtype.is_complex else values
+        parts[3] = -0.0
+        parts[0], parts[6] = 0.0, -torch.inf
+    return values
+
+
+def _bits(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+@pytest.mark.parametrize("dtype", _STORED, ids=str)
+def test_moved_elements_keep_their_bits(dtype, placement):
+    plain = _with_odd_bits(dtype)
+    split = distribute_tensor(plain, LINE, [placement])
+    for name, lookup in LOOKUPS.items():
+        try:
+            expected = lookup(plain)
+        except RuntimeError:  # PyTorch has no such kernel
+            continue
+        made = lookup(split).full_tensor()
+        assert made.dtype == dtype, name
+        assert torch.equal(_bits(made), _bits(expected)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_gradients_of_lookups_keep_their_zeros(dtype):
+    plain = torch.full((7, 3), -0.0, dtype=dtype)
+    for name in ("index_select", "gather", "embedding", "select", "slice"):
+        whole = plain.clone().requires_grad_()
+        split = distribute_tensor(plain, LINE, [S0]).requires_grad_()
+        for tensor in (whole, split):
+            result = LOOKUPS[name](tensor)
+            result.backward(torch.ones_like(result))
+        torch.testing.assert_close(split.grad.full_tensor(), whole.grad)
+
+
+def test_a_replicated_tensor_that_becomes_pending_keeps_its_zeros():
+    zeros = distribute_tensor(torch.tensor([-0.0, 0.0]), LINE, [R])
+    assert torch.signbit(zeros.redistribute(placements=[P]).full_tensor()).tolist() == [True, False]
+    unit = distribute_tensor(torch.tensor([complex(-0.0, -0.0)]), LINE, [R]).redistribute(placements=[P])
+    assert torch.signbit(torch.view_as_real(unit.full_tensor())).all()
+
+
+def test_lookups_within_lookups_keep_their_zeros():
+    """Along the first axis the rows are split, along the second the columns: each lookup adds zeros."""
+    plain = torch.full((4, 4), -0.0)
+    split = distribute_tensor(plain, GRID, [S0, S1])
+    picked = split.index_select(0, torch.tensor([3, 1])).index_select(1, torch.tensor([0, 2]))
+    assert torch.signbit(picked.full_tensor()).all()

@@ -13,6 +13,7 @@ import torch
 
 from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, are_replicated, cast, reduce_pending
 from dtckpt.dtensor.operators.registry import composite
+from dtckpt.dtensor.operators.rules.normalization import dtype_of_statistics
 from dtckpt.dtensor.operators.rules.variance_norm import moments
 from dtckpt.dtensor.tensor import DTensor
 
@@ -50,7 +51,8 @@ def _normalize(
         rstd = torch.rsqrt(squares / count + eps)
         _update(running[0], mean.view(channels), momentum)
         _update(running[1], squares.view(channels) / (count - 1 if count > 1 else math.nan), momentum)
-        saved = mean.view(channels), rstd.view(channels)
+        dtype = dtype_of_statistics(tensor, weight)
+        saved = cast(mean.view(channels), dtype), cast(rstd.view(channels), dtype)
     else:
         mean = _along_channels(running[0], tensor)
         rstd = torch.rsqrt(_along_channels(running[1], tensor) + eps)

@@ -13,7 +13,7 @@ import torch
 
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.registry import rule
-from dtckpt.dtensor.operators.rule import Dims, Factors, Passes, Rule, any_reduction
+from dtckpt.dtensor.operators.rule import Dims, Factors, Rule, any_reduction
 from dtckpt.dtensor.operators.rule_builders import same_dims
 
 _aten = torch.ops.aten
@@ -27,18 +27,8 @@ def _copy(call: Call) -> Rule:
 
 @rule(_aten._to_copy.default)
 def _convert(call: Call) -> Rule:
-    """All dims may be split; every pending reduction passes if the dtype stays, or both are floating-point."""
-    source = call.tensors[0].dtype
-    return same_dims(call.shapes[0], any_reduction() if _may_convert_terms(source, call["dtype"] or source) else {})
-
-
-def _may_convert_terms(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether pending terms may be converted.
-
-    Between floating-point dtypes they may, though it rounds the terms and not their reduction: gradients need no more.
-    To integers they may not: 0.5 + 0.5 would become 0.
-    """
-    return source == target or (source.is_floating_point and target.is_floating_point)
+    """All dims may be split; pending reductions pass unless the dtype rounds terms that may cancel each other."""
+    return same_dims(call.shapes[0], any_reduction())
 
 
 @rule(_aten.zero_.default)
@@ -57,17 +47,18 @@ def _assign(call: Call) -> Rule | None:
     if lead < 0 or any(size not in {1, target[lead + dim]} for dim, size in enumerate(value)):
         return None
     value_dims: Dims = tuple(dims[lead + dim] if size == target[lead + dim] else () for dim, size in enumerate(value))
-    target_dtype, value_dtype = (tensor.dtype for tensor in call.tensors)
-    both: Passes = any_reduction(0, 1) if _may_convert_terms(value_dtype, target_dtype) else {}
+    both = any_reduction(0, 1)
     return Rule(factors.sizes, (dims, value_dims), (dims,), passes=both, shape_only_operands=frozenset({0}))
 
 
 @rule(_aten.empty_like.default)
 def _empty(call: Call) -> Rule:
-    """All dims may be split; values without meaning wait for the operand's reduction, if the dtype stays."""
+    """All dims may be split; values without meaning wait for what the operand waits for, but for averages."""
     source = call.tensors[0].dtype
     if (call["dtype"] or source) == source:
-        return same_dims(call.shapes[0], any_reduction())
+        # What is written to an average later may be beyond its dtype: the terms are added up before they are divided.
+        passes = {reduce_op: groups for reduce_op, groups in any_reduction().items() if reduce_op != "avg"}
+        return same_dims(call.shapes[0], passes)
     return _like(call)
 
 

@@ -6,10 +6,11 @@ from collections.abc import Hashable
 
 import torch
 
+from dtckpt.comm.collectives import neutral_term
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.registry import rule
 from dtckpt.dtensor.operators.rule import LINEAR, Rule
-from dtckpt.dtensor.operators.rule_builders import DimLabels, from_labels, masked_lookup
+from dtckpt.dtensor.operators.rule_builders import DimLabels, completed_by_sum, from_labels, masked_lookup
 from dtckpt.dtensor.operators.rules.indexing import indices_in_component
 
 _aten = torch.ops.aten
@@ -21,7 +22,7 @@ def _embedding(call: Call) -> Rule | None:
     if len(call.shapes[0]) != 2:
         return None
     batch = [("index", dim) for dim in range(len(call.shapes[1]))]
-    labels = DimLabels([["v", "d"], batch], [[*batch, "d"]], contracted={"v": "sum"})
+    labels = DimLabels([["v", "d"], batch], [[*batch, "d"]], contracted=completed_by_sum(call, "v"))
 
     def lookup(
         component: torch.Tensor, start: int, size: int, indices: torch.Tensor, *_: object, **__: object
@@ -30,11 +31,12 @@ def _embedding(call: Call) -> Rule | None:
         if count == size:
             return torch.embedding(component, indices)
         indices, is_outside = indices_in_component(indices, start, count, size)
+        neutral = neutral_term(component.dtype)
         if not count:
-            return component.new_zeros([*indices.shape, component.shape[1]])
-        return torch.embedding(component, indices).masked_fill_(is_outside.unsqueeze(-1), 0)
+            return component.new_full([*indices.shape, component.shape[1]], neutral)
+        return torch.embedding(component, indices).masked_fill_(is_outside.unsqueeze(-1), neutral)
 
-    return masked_lookup(from_labels(call, labels, passes=LINEAR), 0, call.shapes[0][0], lookup)
+    return masked_lookup(from_labels(call, labels), 0, call.shapes[0][0], lookup)
 
 
 @rule(_aten.embedding_dense_backward.default)

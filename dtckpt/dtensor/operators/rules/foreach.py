@@ -18,6 +18,7 @@ import torch
 from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, run_on_meta, signature_of, tensors_in
 from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, write_into
+from dtckpt.dtensor.operators.pending_passes import exact_rule, result_dtypes
 from dtckpt.dtensor.operators.plans import finish_write, prepare_write, results_without_devices, strides_of_results
 from dtckpt.dtensor.operators.registry import BY_INDEX, PLANNERS, builder_of
 from dtckpt.dtensor.operators.rule import Rule
@@ -125,7 +126,9 @@ def _rows(call: Call, *, is_in_place: bool) -> list[_Row]:
         if isinstance(call[name], list | tuple) and count:
             lists.append(list(range(position, position + count)))
         position += count
-    rows = []
+    rows: list[_Row] = []
+    is_pending = any(tensor._layout.has_partial for tensor in call.tensors)
+    dtypes = result_dtypes(call) if is_pending else None
     for positions in zip(*lists, strict=True):
         tensors = [call.tensors[one] for one in positions]
         rule = _rule_of(call, tensors)
@@ -133,7 +136,8 @@ def _rows(call: Call, *, is_in_place: bool) -> list[_Row]:
             run_on_meta(call.func, call.args, call.kwargs, call.tensors)  # PyTorch's own error, if it has one
             shapes = [tuple(tensor.shape) for tensor in tensors]
             raise RuntimeError(f"{call.func}: tensors of shapes {shapes} stand at one index, and cannot be broadcast")
-        choice = _choose_layouts(rule.exact_for(call, tensors), tensors, is_in_place=is_in_place)
+        exact = exact_rule(rule, call, tensors, dtypes and [dtypes[len(rows)]])
+        choice = _choose_layouts(exact, tensors, is_in_place=is_in_place)
         rows.append(_Row(tuple(positions), choice, rule.shape(0)))
     return rows
 

@@ -13,10 +13,19 @@ from typing import Any
 import torch
 
 from dtckpt.comm import torch_private
+from dtckpt.comm.collectives import neutral_term
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.registry import rule
 from dtckpt.dtensor.operators.rule import Passes, Rule, any_reduction
-from dtckpt.dtensor.operators.rule_builders import DimLabels, Labels, from_labels, masked_lookup, unlabel_dims, wrap_dim
+from dtckpt.dtensor.operators.rule_builders import (
+    DimLabels,
+    Labels,
+    completed_by_sum,
+    from_labels,
+    masked_lookup,
+    unlabel_dims,
+    wrap_dim,
+)
 
 _aten = torch.ops.aten
 
@@ -44,11 +53,6 @@ def indices_in_component(index: torch.Tensor, start: int, count: int, size: int)
     return index.masked_fill(is_outside, 0), is_outside
 
 
-def _contracted(call: Call, dim: int) -> dict[Hashable, str]:
-    """Return the reduction that completes a lookup in a dim that is split; booleans have none."""
-    return {} if call.tensors[0].dtype == torch.bool else {dim: "sum"}
-
-
 # --- elements taken -----------------------------------------------------------------------------------------------
 
 
@@ -60,20 +64,21 @@ def _index_select(call: Call) -> Rule | None:
     if not shape or len(call.shapes[1]) != 1:
         return None
     result: list[Hashable] = ["i" if one == dim else one for one in range(len(shape))]
-    labels = DimLabels([range(len(shape)), ["i"]], [result], contracted=_contracted(call, dim))
+    labels = DimLabels([range(len(shape)), ["i"]], [result], contracted=completed_by_sum(call, dim))
 
     def lookup(component: torch.Tensor, start: int, size: int, _: int, index: torch.Tensor) -> torch.Tensor:
         count = component.shape[dim]
         if count == size:
             return component.index_select(dim, index)
         index, is_outside = indices_in_component(index, start, count, size)
+        neutral = neutral_term(component.dtype)
         if not count:
-            return component.new_zeros([*component.shape[:dim], len(index), *component.shape[dim + 1 :]])
+            return component.new_full([*component.shape[:dim], len(index), *component.shape[dim + 1 :]], neutral)
         # Not `index_fill_`: the host would wait to learn how many indices are outside.
         mask = is_outside.view(-1, *[1] * (component.ndim - dim - 1))
-        return component.index_select(dim, index).masked_fill_(mask, 0)
+        return component.index_select(dim, index).masked_fill_(mask, neutral)
 
-    return masked_lookup(from_labels(call, labels, passes=any_reduction()), dim, shape[dim], lookup)
+    return masked_lookup(from_labels(call, labels), dim, shape[dim], lookup)
 
 
 @rule(_aten.gather.default)
@@ -84,18 +89,19 @@ def _gather(call: Call) -> Rule | None:
     if not shape or len(call.shapes[1]) != ndim:
         return None
     indices: list[Hashable] = ["i" if one == dim else one for one in range(ndim)]
-    labels = DimLabels([range(ndim), indices], [indices], contracted=_contracted(call, dim))
+    labels = DimLabels([range(ndim), indices], [indices], contracted=completed_by_sum(call, dim))
 
     def lookup(component: torch.Tensor, start: int, size: int, _: int, index: torch.Tensor, **__: Any) -> torch.Tensor:
         count = component.shape[dim]
         if count == size:
             return component.gather(dim, index)
         index, is_outside = indices_in_component(index, start, count, size)
+        neutral = neutral_term(component.dtype)
         if not count:
-            return component.new_zeros(index.shape)
-        return component.gather(dim, index).masked_fill_(is_outside, 0)
+            return component.new_full(index.shape, neutral)
+        return component.gather(dim, index).masked_fill_(is_outside, neutral)
 
-    return masked_lookup(from_labels(call, labels, passes=any_reduction()), dim, shape[dim], lookup)
+    return masked_lookup(from_labels(call, labels), dim, shape[dim], lookup)
 
 
 @rule(_aten.take.default)

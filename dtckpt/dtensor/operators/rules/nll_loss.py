@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from dtckpt.comm import torch_private
+from dtckpt.comm.collectives import neutral_term
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, are_replicated, cast, reduce_pending
 from dtckpt.dtensor.operators.custom_ops import custom_op, kernel
@@ -31,7 +32,7 @@ _Offsets = list[tuple[int, ...]]
 def _pick(
     tensor: torch.Tensor, index: torch.Tensor, dim: int, size: int, offsets: _Offsets | None = None
 ) -> torch.Tensor:
-    """Return one element along a dim for every index of the other dims; 0 for `NO_CLASS`, or on another device.
+    """Return one element along a dim for every index of the other dims; zero for `NO_CLASS`, or on another device.
 
     Args:
         tensor: A component.
@@ -49,13 +50,14 @@ def _pick(
     elif not index.is_meta and outside.any():
         raise IndexError(f"Target {index[outside][0].item()} is out of bounds.")
     is_here, position = _locate(index, offsets[0][dim] if offsets else 0, tensor.shape[dim])
+    neutral = neutral_term(tensor.dtype)
     if not tensor.shape[dim]:
-        return tensor.new_zeros(index.shape)
+        return tensor.new_full(index.shape, neutral)
     if tensor.ndim == 1:
         picked = tensor.gather(0, position.reshape(-1)).reshape(position.shape)
     else:
         picked = tensor.gather(dim, position.unsqueeze(dim)).squeeze(dim)
-    return picked.masked_fill(~is_here, 0)
+    return picked.masked_fill(~is_here, neutral)
 
 
 @kernel("put(Tensor self, Tensor value, Tensor index, int dim) -> Tensor")

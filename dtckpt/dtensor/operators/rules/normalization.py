@@ -90,11 +90,11 @@ def _layer_norm(input: DTensor, normalized_shape: Any, weight: Any, bias: Any, e
     output = (wide - mean) * rstd
     output = output if weight is None else output * weight
     output = output if bias is None else output + bias
-    dtype = _dtype_of_statistics(input, weight)
+    dtype = dtype_of_statistics(input, weight)
     return cast(output, input.dtype), cast(mean, dtype), cast(rstd, dtype)
 
 
-def _dtype_of_statistics(tensor: Any, weight: Any) -> torch.dtype:
+def dtype_of_statistics(tensor: Any, weight: Any) -> torch.dtype:
     """Return the dtype in which PyTorch keeps mean and deviation."""
     if tensor.is_cuda:
         return accumulation_dtype(tensor.dtype)

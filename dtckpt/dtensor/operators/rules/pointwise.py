@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from dtckpt.dtensor.operators.call import Call, numbers_in
+from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.registry import rule
 from dtckpt.dtensor.operators.rule import BILINEAR, LINEAR, MONOTONE, Passes, Rule
 from dtckpt.dtensor.operators.rule_builders import pointwise
@@ -31,9 +31,9 @@ def _add(call: Call) -> Rule | None:
 
 @rule(_aten.add.Scalar, _aten.sub.Scalar)
 def _shift(call: Call) -> Rule | None:
-    """All dims may be split; pending averages and extremes pass, extremes not if the result is complex."""
-    is_complex = any(isinstance(number, complex) for number in numbers_in((*call.args, *call.kwargs.values())))
-    return pointwise(call.shapes, {"avg": ((0,),)} if is_complex else _SHIFTED)
+    """All dims may be split; pending averages and extremes of floats pass."""
+    # Integers wrap around: the largest term may become the smallest.
+    return pointwise(call.shapes, _SHIFTED if call.tensors[0].is_floating_point() else {})
 
 
 @rule(_aten.mul.Tensor)
@@ -51,13 +51,13 @@ def _scale(call: Call) -> Rule | None:
 @rule(_aten.maximum.default)
 def _maximum(call: Call) -> Rule | None:
     """All dims may be split; a pending maximum of one or both operands passes."""
-    return pointwise(call.shapes, {"max": ((0, 1),)})
+    return pointwise(call.shapes, {"max": (tuple(range(len(call.tensors))),)})
 
 
 @rule(_aten.minimum.default)
 def _minimum(call: Call) -> Rule | None:
     """All dims may be split; a pending minimum of one or both operands passes."""
-    return pointwise(call.shapes, {"min": ((0, 1),)})
+    return pointwise(call.shapes, {"min": (tuple(range(len(call.tensors))),)})
 
 
 @rule(

@@ -22,8 +22,8 @@ _aten = torch.ops.aten
     _aten.avg_pool3d.default,
 )
 def _average(call: Call) -> Rule | None:
-    """Batch and channels may be split; linear."""
-    return batched_images(call, LINEAR)
+    """Batch and channels may be split; linear, but for integers, which it rounds."""
+    return batched_images(call, LINEAR if call.tensors[0].is_floating_point() else {})
 
 
 @rule(

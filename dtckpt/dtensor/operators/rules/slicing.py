@@ -12,13 +12,16 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm.collectives import neutral_term
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.composite_helpers import is_split
 from dtckpt.dtensor.operators.registry import rule
 from dtckpt.dtensor.operators.rule import LINEAR, Rule, any_reduction
 from dtckpt.dtensor.operators.rule_builders import (
+    LOOKUP_PASSES,
     DimLabels,
     Labels,
+    completed_by_sum,
     drop_dim,
     from_labels,
     unlabel_dims,
@@ -45,19 +48,20 @@ def _alias(component: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 def _indices_along(call: Call, dim: int, result: Labels) -> Rule | None:
     """Return the rule of a view of some indices along a dim, which may be split.
 
-    If it is, each device puts the elements that it has among zeros, and the result waits for a sum. Booleans have no
-    sum.
+    If it is, each device puts the elements that it has among zeros, and the result waits for a sum, if the dtype has
+    one.
     """
     (source,), (shape,) = call.tensors, call.shapes
-    if not shape or source.dtype == torch.bool or not is_split(source, [dim]):
+    contracted = completed_by_sum(call, dim)
+    if not (shape and contracted and is_split(source, [dim])):
         return _view(call, result)
-    labels = DimLabels([range(len(shape))], [result], contracted={dim: "sum"})
-    summed = from_labels(call, labels, passes=any_reduction())
+    labels = DimLabels([range(len(shape))], [result], contracted=contracted)
+    summed = from_labels(call, labels, passes=LOOKUP_PASSES)
     indices, func = viewed_indices(call, shape), call.func
 
     def local(component: torch.Tensor, *_: Any, offsets: Sequence[tuple[int, ...]], **__: Any) -> torch.Tensor:
         sizes = [*component.shape[:dim], len(indices), *component.shape[dim + 1 :]]
-        output = component.new_zeros(sizes)
+        output = component.new_full(sizes, neutral_term(component.dtype))
         in_view, in_component = intersect(indices, offsets[0][dim], component.shape[dim])
         output[(slice(None),) * dim + (in_view,)] = component[(slice(None),) * dim + (in_component,)]
         return output.squeeze(dim) if func is _aten.select.int else output

@@ -32,8 +32,8 @@ _UPSAMPLE = (
 
 @rule(*functional_overloads(*_UPSAMPLE))
 def _upsample(call: Call) -> Rule | None:
-    """Batch and channels may be split; linear."""
-    return batched_images(call, LINEAR)
+    """Batch and channels may be split; linear, but for integers, which it rounds."""
+    return batched_images(call, LINEAR if call.tensors[0].is_floating_point() else {})
 
 
 @rule(*functional_overloads(*(f"{name}_backward" for name in _UPSAMPLE)))
