@@ -67,6 +67,9 @@ class Drawer(Words):
             self._forget(num_inputs)
             return False
         writes = row.writes or ".backward" in source
+        if row.writes and ".data" in source and any(each.requires_grad for each in tensors_of(self.variables).values()):
+            self._forget(num_inputs)  # the gradients of what has been saved mean nothing then
+            return False
         if row.writes and self.rng.random() < 0.15:
             source = f"with torch.no_grad(): {source}"
         before = tensors_of(self.variables)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from dtckpt import Mesh
 from dtckpt.dtensor import DTensor
 
-from .random_programs import Input, Program, loss
+from .random_programs import HELPERS, Input, Program
 
 Namespace = dict[str, Any]
 
@@ -59,7 +59,7 @@ def _compiled(source: str) -> CodeType:
 
 
 def namespace() -> Namespace:
-    return {"torch": torch, "F": functional, "loss": loss}
+    return {"torch": torch, "F": functional, **HELPERS}
 
 
 def execute(source: str, variables: Namespace) -> Exception | None:

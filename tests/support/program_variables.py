@@ -98,7 +98,7 @@ class Variables:
             return ["sum", "sum", "avg", "max", "min", "product"]
         if dtype == "uint8":
             return ["bor", "band", "bxor"]
-        return {"c": ["sum", "avg"], "i": ["sum", "max", "min", "product", "bor", "band", "bxor"]}.get(
+        return {"c": ["sum"], "i": ["sum", "max", "min", "product", "bor", "band", "bxor"]}.get(
             kind, ["max", "min", "bor", "band", "bxor"]
         )
 

@@ -192,6 +192,10 @@ class Words(Variables):
         copied = self.rng.choice(COPIES)
         return re.sub(r"\{(\w+)\}", lambda found: self._word(found[1]), copied)
 
+    def _draw_placed(self) -> str:
+        dims = [None, *range(self.x.ndim)]
+        return ", ".join(str(self.rng.choice(dims)) for _ in self.axes)
+
     def _draw_key(self) -> str:
         """Ints, slices, None and the Ellipsis."""
         parts, rng = [], self.rng

@@ -6,22 +6,23 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import random
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from dtckpt import UNSHARDED, DTensor, Layout, Mesh
+from dtckpt import UNSHARDED, DTensor, Layout, Mesh, Replicate, Shard
 from dtckpt.dtensor import pack
 
 _HEAD = """\
 import torch
 import torch.nn.functional as F
-from dtckpt import UNSHARDED, Layout, abstract_mesh
+from dtckpt import UNSHARDED, Layout, Replicate, Shard, abstract_mesh
 from dtckpt.dtensor import pack
 
 """
@@ -34,13 +35,17 @@ def loss(*tensors: torch.Tensor) -> torch.Tensor:
     return sum((each.double() * weight).sum() for each, weight in zip(parts, weights, strict=True))
 
 
-_LOSS = """\
-def loss(*tensors):
-    parts = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in tensors]
-    weights = [(torch.arange(each.numel(), dtype=torch.float64) % 5 - 2).reshape(each.shape) for each in parts]
-    return sum((each.double() * weight).sum() for each, weight in zip(parts, weights))
+def moved(tensor: torch.Tensor, *dims: int | None) -> torch.Tensor:
+    """Return a contiguous copy; of a DTensor one that each mesh axis splits along such a dim, or replicates."""
+    if hasattr(tensor, "redistribute"):
+        dims = dims[: tensor.device_mesh.ndim]
+        placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.clone(memory_format=torch.contiguous_format)
 
-"""
+
+HELPERS: dict[str, Callable[..., torch.Tensor]] = {"loss": loss, "moved": moved}
+"""What programs call besides PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,7 @@ class Input:
 
     def plain(self) -> torch.Tensor:
         made = torch.tensor(self.values, dtype=getattr(torch, self.dtype)).reshape(self.shape)
+        made = made.clone()  # a tensor that is no view
         return made.requires_grad_(self.requires_grad)
 
     def layout(self, mesh: Mesh) -> Layout:
@@ -178,8 +184,9 @@ class Program:
         if variable:
             body.append(f"print('plain' if is_plain else 'DTensor', {variable}, getattr({variable}, 'stride', str)())")
         lines = [f"mesh = abstract_mesh({dict(self.axes)})", "for is_plain in (True, False):"]
-        needs_loss = any("loss(" in statement.source for statement in self.statements)
-        return _HEAD + (_LOSS if needs_loss else "") + "\n".join([*lines, *("    " + line for line in body)]) + "\n"
+        text = "\n".join(statement.source for statement in self.statements)
+        helpers = [inspect.getsource(made) + "\n\n" for name, made in HELPERS.items() if f"{name}(" in text]
+        return "".join([_HEAD, *helpers]) + "\n".join([*lines, *("    " + line for line in body)]) + "\n"
 
 
 def _lines_of(each: Input, mesh: Mesh) -> list[str]:
@@ -206,7 +213,7 @@ def _spec(axes: tuple[str, ...]) -> str:
 
 
 def literal(tensor: torch.Tensor) -> str:
-    """Return an expression that makes a plain tensor."""
-    values = tensor.reshape(-1).tolist()
-    text = f"torch.tensor({values}, dtype={tensor.dtype})"
-    return text if tensor.ndim == 1 else f"{text}.reshape({tuple(tensor.shape)})"
+    """Return an expression that makes a plain tensor, no view."""
+    if not tensor.numel():
+        return f"torch.empty({tuple(tensor.shape)}, dtype={tensor.dtype})"
+    return f"torch.tensor({tensor.tolist()}, dtype={tensor.dtype})"

@@ -92,7 +92,8 @@ def plant(monkeypatch, name, fault):
     """Let an operator on DTensors do something wrong with its result."""
     dispatch = DTensor.__torch_dispatch__
 
-    def dispatch_wrongly(func, types, args=(), kwargs=None):
+    @classmethod
+    def dispatch_wrongly(cls, func, types, args=(), kwargs=None):
         made = dispatch(func, types, args, kwargs)
         return fault(made) if func._schema.name == f"aten::{name}" else made
 
