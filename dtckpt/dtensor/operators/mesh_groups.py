@@ -26,7 +26,7 @@ from dtckpt.layout.mesh import Mesh
 
 @dataclass(frozen=True)
 class MeshGroup:
-    """The part of a call whose tensors are on one mesh, or on none.
+    """The part of a call at some indices of its lists, as those whose tensors are on one mesh, or on none.
 
     Args:
         indices: Its indices in the lists of the call.
@@ -50,7 +50,7 @@ def split_by_mesh(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[MeshGr
     Returns:
         No group if there is a tensor on one mesh at each index, or if tensors at one index are on several.
     """
-    lists = [value for value in (*args, *kwargs.values()) if _is_list_of_tensors(value)]
+    lists = _lists_of_tensors(args, kwargs)
     if len({len(one) for one in lists}) != 1:
         return []
     meshes = [{one.device_mesh for one in row if isinstance(one, DTensor)} for row in zip(*lists, strict=True)]
@@ -60,18 +60,27 @@ def split_by_mesh(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[MeshGr
     if len(by_mesh) < 2 or any(len(one) > 1 for one in meshes):
         return []
 
-    def part(value: Any, indices: Sequence[int]) -> Any:
-        is_by_index = isinstance(value, list | tuple) and len(value) == len(meshes)
+    return [_group(args, kwargs, indices, len(meshes)) for indices in by_mesh.values()]
+
+
+def split_by_index(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[MeshGroup]:
+    """Return a call's groups if each index of its lists is to be one."""
+    count = len(_lists_of_tensors(args, kwargs)[0])
+    return [_group(args, kwargs, [index], count) for index in range(count)]
+
+
+def _group(args: Sequence[Any], kwargs: Mapping[str, Any], indices: Sequence[int], count: int) -> MeshGroup:
+    """Return the group of these indices of lists of this length."""
+
+    def part(value: Any) -> Any:
+        is_by_index = isinstance(value, list | tuple) and len(value) == count
         return [value[index] for index in indices] if is_by_index else value
 
-    return [
-        MeshGroup(
-            tuple(indices),
-            tuple(part(value, indices) for value in args),
-            {name: part(value, indices) for name, value in kwargs.items()},
-        )
-        for indices in by_mesh.values()
-    ]
+    return MeshGroup(tuple(indices), tuple(map(part, args)), {name: part(value) for name, value in kwargs.items()})
+
+
+def _lists_of_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Sequence[Any]]:
+    return [value for value in (*args, *kwargs.values()) if _is_list_of_tensors(value)]
 
 
 def _is_list_of_tensors(value: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, run_on_meta, signature_of, tensors_in
+from dtckpt.dtensor.operators.mesh_groups import run_groups, split_by_index
 from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, write_into
 from dtckpt.dtensor.operators.pending_passes import exact_rule, result_dtypes
 from dtckpt.dtensor.operators.plans import finish_write, prepare_write, results_without_devices, strides_of_results
@@ -79,6 +80,10 @@ class ForeachPlan:
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
+        if self._moves and len(self._rows) > 1 and self._are_written_twice(tensors):
+            # Copies that are moved would not see each other's writes.
+            run_groups(self.func, split_by_index(args, kwargs), DTensor._dispatch)
+            return None
         for position in self._written:
             prepare_write(tensors[position], self.func)
         moved = to_layouts(tensors, self._targets) if self._moves else tensors
@@ -97,6 +102,11 @@ class ForeachPlan:
             if not tensors[position].is_inference():
                 torch.autograd.graph.increment_version(tensors[position])
         return None
+
+    def _are_written_twice(self, tensors: Sequence[DTensor]) -> bool:
+        """Whether a tensor that is written to shares values with another tensor of the call, or is another one."""
+        memories = [id(tensor if tensor._writes is None else tensor._writes) for tensor in tensors]
+        return any(memories.count(memories[position]) > 1 for position in self._written)
 
     def _wrap(
         self, outputs: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]
