@@ -1,0 +1,241 @@
+"""Results have the strides, the storage offsets and the aliases that plain tensors give, on every client."""
+
+import pytest
+import torch
+from support.operator_checks import S0, S1, R
+from support.stride_cases import strides_on_clients, writes_through_views_on_clients
+
+from dtckpt import Shard, abstract_mesh
+from dtckpt.dtensor import distribute_tensor
+from dtckpt.errors import OperatorError
+
+MESHES = (abstract_mesh({"x": 2}), abstract_mesh({"x": 1}), abstract_mesh({"x": 3}))
+
+
+def pair(*shape, placement=S0, mesh=MESHES[0], dtype=torch.float64):
+    """Return a plain tensor and a DTensor of the same values."""
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape).to(dtype).clone()
+    return whole, distribute_tensor(whole, mesh, [placement])
+
+
+def facts(tensor):
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.is_contiguous()
+
+
+def assert_same(ours, plain):
+    assert facts(ours) == facts(plain)
+    assert torch.equal(ours.full_tensor(), plain)
+
+
+PARTS = {
+    "slice": lambda x: x[:, :2],
+    "stepped slice": lambda x: x[::2, 1::2],
+    "select": lambda x: x[:, 1],
+    "narrow": lambda x: x.narrow(1, 1, 2),
+    "chunk": lambda x: x.chunk(2, 1)[1],
+    "split": lambda x: x.split([1, 3], 1)[0],
+    "unbind": lambda x: x.unbind(1)[3],
+    "diagonal": lambda x: x.diagonal(),
+    "transposed": lambda x: x.t(),
+    "unfold": lambda x: x.unfold(1, 2, 2)[:, 1],
+}
+COPIES = {
+    "contiguous": lambda part: part.contiguous(),
+    "reshape": lambda part: part.reshape(-1, 1),
+    "flatten": lambda part: part.flatten(),
+    "ravel": lambda part: part.ravel(),
+    "clone": lambda part: part.clone(),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: f"{mesh.size()} devices")
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("copied", COPIES)
+def test_copies_of_parts_share_memory_where_plain_ones_do(mesh, placement, part, copied):
+    whole, ours = pair(4, 4, placement=placement, mesh=mesh)
+    for one in (whole, ours):
+        one.part = PARTS[part](one)
+        one.copied = COPIES[copied](one.part)
+        one.copied.mul_(0.5)
+    assert_same(ours.copied, whole.copied)
+    assert_same(ours.part, whole.part)
+    assert_same(ours, whole)
+    for one in (whole, ours):
+        one.add_(1)
+    assert_same(ours.copied, whole.copied)
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+def test_a_snapshot_of_a_part_does_not_follow(placement):
+    whole, ours = pair(3, 4, placement=placement)
+    parameter = torch.nn.Parameter(ours)
+    snapshot = parameter.detach()[:, :3].contiguous()
+    with torch.no_grad():
+        parameter.mul_(0)
+    assert torch.equal(snapshot.full_tensor(), whole[:, :3])
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+def test_gradients_of_copies_of_parts(placement):
+    gradients = []
+    for one in pair(3, 4, placement=placement):
+        leaf = one.detach().requires_grad_()
+        part = leaf[:, :2].contiguous()
+        part.mul_(3)
+        (part.sum() + leaf.square().sum()).backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(gradients[1].full_tensor(), gradients[0])
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+def test_a_view_that_strides_do_not_allow_is_refused_as_for_plain_tensors(placement):
+    for one in pair(4, 4, placement=placement):
+        with pytest.raises(RuntimeError, match="view size is not compatible"):
+            one[:, :2].view(8)
+
+
+@pytest.mark.processes
+def test_clients_agree_on_strides(pool):
+    """On some clients a component has one row, whose strides alone do not tell how the tensor lies in memory."""
+    found = pool.values(strides_on_clients, clients=4, group=True)
+    assert found == [found[0]] * 4
+    assert found[0]["stride"] == (1, 5)
+    assert not found[0]["is_contiguous"]
+    assert found[0]["is_unchanged"]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("clients", [2, 3])
+def test_writes_through_views_that_some_clients_copy(pool, clients):
+    assert pool.values(writes_through_views_on_clients, clients=clients, group=True) == [[]] * clients
+
+
+WRITES = {
+    "select of a view": lambda x: x.view(2, 4).t()[1].mul_(4),
+    "window": lambda x: x.unfold(0, 2, 2)[1].mul_(4),
+    "overlapping window": lambda x: x.unfold(0, 2, 1)[1].mul_(4),
+    "as_strided": lambda x: x[1:].as_strided((2, 2), (1, 2)).mul_(4),
+    "as_strided with offset": lambda x: x[1:].as_strided((2, 2), (1, 2), 3).mul_(4),
+    "unsafe_chunk": lambda x: x.unsafe_chunk(2)[1].mul_(4),
+    "real": lambda x: torch.view_as_complex(x).imag.mul_(4),
+    "bits": lambda x: x.view(torch.int64)[1:, :1].zero_(),
+    "conjugate": lambda x: torch.view_as_complex(x).conj()[1:].mul_(2j),
+}
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_through_views_of_views(write, placement):
+    whole, ours = pair(4, 2, placement=placement)
+    for one in (whole, ours):
+        WRITES[write](one)
+    assert torch.equal(ours.full_tensor(), whole)
+
+
+def test_as_strided_reads_no_elements_of_others():
+    _, ours = pair(4, 2)
+    with pytest.raises(OperatorError, match=r"storage offset 0, expected a view of elements of the DTensor"):
+        ours[1:].as_strided((2, 2), (1, 2), 0)
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+@pytest.mark.parametrize("offset", [None, 4])
+def test_as_strided_scatter(placement, offset):
+    whole, ours = (
+        torch.as_strided_scatter(one[1:], one[:2] * 0, (2, 2), (1, 2), offset)
+        for one in pair(4, 2, placement=placement)
+    )
+    assert_same(ours, whole)
+
+
+def test_a_view_of_other_elements_may_not_begin_within_one():
+    _, ours = pair(3, 3, dtype=torch.float32)
+    with pytest.raises(OperatorError, match="begins 12 bytes into its storage, expected a multiple of 8"):
+        ours[1:].view(-1)[:2].view(torch.float64)
+
+
+# --- changes of shape in place ------------------------------------------------------------------------------------
+
+RESHAPES = {
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "t_": lambda x: x.t_(),
+    "swapaxes_": lambda x: x.swapaxes_(0, 1),
+    "unsqueeze_": lambda x: x.unsqueeze_(0),
+    "squeeze_": lambda x: x.unsqueeze(0).squeeze_(0) if x.is_leaf else x.squeeze_(),
+    "as_strided_": lambda x: x.as_strided_((9,), (1,)),
+}
+
+
+@pytest.mark.parametrize("reshape", ["transpose_", "t_", "swapaxes_", "unsqueeze_", "as_strided_"])
+def test_a_base_of_differentiable_views_keeps_its_shape(reshape):
+    """Autograd would make the view again from the base in its new shape, and take the gradient of other elements."""
+    _, leaf = pair(3, 3)
+    base = leaf.requires_grad_() * 1
+    view = base.view(-1)
+    with pytest.raises(OperatorError, match=r"differentiable view of shape \(9,\) depends"):
+        RESHAPES[reshape](base)
+    (view * view.detach()).sum().backward()
+    assert torch.equal(leaf.grad.full_tensor(), leaf.full_tensor().detach())
+
+
+@pytest.mark.parametrize("reshape", ["transpose_", "t_", "swapaxes_", "unsqueeze_", "squeeze_"])
+def test_a_view_may_get_another_shape_until_somebody_writes(reshape):
+    weights, gradients = pair(3, 3, placement=R)[0], []
+    for one in pair(3, 3):
+        leaf = one.requires_grad_()
+        view = (leaf * 1)[:, :]
+        RESHAPES[reshape](view)
+        factors = weights if one.layout is torch.strided else distribute_tensor(weights, MESHES[0], [R])
+        (view * factors).sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(gradients[1].full_tensor(), gradients[0])
+
+
+@pytest.mark.parametrize("writer", ["view", "base", "other view"])
+def test_after_a_view_got_another_shape_writes_are_refused(writer):
+    _, leaf = pair(3, 3)
+    base = leaf.requires_grad_() * 1
+    view, other = base[:, :], base[0]
+    view.t_()
+    before = base.full_tensor().detach().clone()
+    with pytest.raises(OperatorError, match="differentiable view that got the shape"):
+        {"view": view, "base": base, "other view": other}[writer].mul_(2)
+    assert torch.equal(base.full_tensor().detach(), before)
+    del view
+    base.detach().mul_(2)
+    assert torch.equal(base.full_tensor().detach(), 2 * before)
+
+
+def test_a_tensor_without_views_that_need_it_may_get_another_shape():
+    whole, ours = pair(3, 4)
+    for one in (whole, ours):
+        one.view_ = one.view(-1)  # no gradient
+        one.t_()
+        one.add_(1)
+    assert_same(ours, whole)
+    assert_same(ours.view_, whole.view_)
+    leaf = pair(3, 4)[1].requires_grad_()
+    base = leaf * 1
+    del whole
+    base.view(-1)  # gone at once
+    base.t_().square().sum().backward()
+    assert torch.equal(leaf.grad.full_tensor(), 2 * leaf.full_tensor().detach())
+
+
+# --- copies of tensors --------------------------------------------------------------------------------------------
+
+
+def test_operators_on_lists_that_write_twice():
+    mesh = MESHES[0]
+    plain = torch.ones(3)
+    ours = distribute_tensor(plain, mesh, [R]).redistribute(placements=[Shard(0)])
+    other = distribute_tensor(torch.full((3,), 2.0), mesh, [R])
+    for one, two in ((plain, torch.full((3,), 2.0)), (ours, other)):
+        torch._foreach_mul_([one, one, one.view(3)], [two, two, two])
+    assert torch.equal(ours.full_tensor(), plain)
+
+
+def test_sparse_results_have_no_strides():
+    whole, ours = pair(3, 4)
+    assert torch.equal(ours.to_sparse().full_tensor().to_dense(), whole)
