@@ -66,7 +66,7 @@ class Drawer(Words):
         except Unfit:
             self._forget(num_inputs)
             return False
-        writes = row.writes or ".backward" in source
+        writes = row.writes or ".backward" in source or "_(" in source
         if row.writes and ".data" in source and any(each.requires_grad for each in tensors_of(self.variables).values()):
             self._forget(num_inputs)  # the gradients of what has been saved mean nothing then
             return False
