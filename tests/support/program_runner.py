@@ -29,11 +29,15 @@ TOLERANCES = {
 }
 """Of programs that are not exact, relative to the largest element. Elements of another tensor differ by more."""
 
-# Accepted departures, each with its place in docs/departures.md:
+# Accepted departures, by what docs/departures.md says of them, and how programs keep away from them:
 # * "Tensors that distribute_tensor or a redistribution makes have contiguous strides": the inputs are contiguous.
-# * "A pending sum stays pending through operators that are linear in it" and may then give NaN for infinity: programs
-#   have finite numbers only (`program_draw`).
-# * "torch.autograd.grad returns the zero gradients of in-place copysign, nextafter and sgn as plain tensors".
+# * "A pending sum stays pending through operators that are linear in it", and may give NaN for infinity: all numbers
+#   are finite (`Drawer._is_fit`).
+# * "In-place operators and out keep layout and shape": a plain `out` that changes its shape is not taken.
+# * "torch.autograd.grad returns the zero gradients of in-place copysign, nextafter and sgn as plain tensors"
+#   (`_take_plain_zeros`).
+# Not compared, as they mean nothing on plain tensors either: gradients of what was written to through `data`, results
+# written to their own operands (`out` of a product), and random numbers.
 
 
 @dataclass(frozen=True)

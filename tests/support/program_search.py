@@ -27,6 +27,8 @@ from .states import cluster_mesh
 
 CLIENTS_TIMEOUT_S = 300.0
 TRIALS_ON_CLIENTS = 120
+SLOW_S = 5.0
+"""A program that takes longer waits for clients that do not come; it is not shrunk, as each trial would wait again."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +140,12 @@ def failure_on_clients(pool: Pool, program: Program, clients: int, ignored: Coll
                 return Difference("raises", len(candidate.statements), "", f"{answer.error}: {answer.text[:300]}")
         return next((each for _, each in (answer.value for answer in answers) if each), None)
 
+    start = time.monotonic()
     found = found_by(program)
     if found is None:
         return None
+    if time.monotonic() - start > SLOW_S:
+        return Failure(program, program, found, clients)
     alone = failure_of(program, ignored)
     if alone is not None and alike(found, alone.difference):
         return alone

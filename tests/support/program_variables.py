@@ -64,7 +64,7 @@ class Variables:
             way = rng.random()
             if way < 0.45 and shape:
                 rng.choice(specs).append(axis)
-            elif way > 0.8 and self.can_be_pending:
+            elif way > 0.7 and self.can_be_pending:
                 waiting.append((axis, rng.choice(reductions)))
         waiting = [(axis, waiting[0][1]) for axis, _ in waiting]
         needs = kind in "fc" and rng.random() < self.gradient_share

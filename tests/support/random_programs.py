@@ -111,7 +111,8 @@ def terms_of(whole: torch.Tensor, reduction: str, count: int, rng: random.Random
     owner = torch.tensor([rng.randrange(count) for _ in range(whole.numel())], dtype=torch.int64).reshape(whole.shape)
     last = rng.randrange(count)
     if reduction in {"sum", "avg"}:
-        terms = [numbers(-1, 0, 1, 2) for _ in range(count)]
+        halves = whole.dtype.is_floating_point  # so that terms round in other ways than their sum
+        terms = [numbers(-1, 0.5, 1.5, 2) if halves else numbers(-1, 0, 1, 2) for _ in range(count)]
         terms[last] = whole * (count if reduction == "avg" else 1) - sum(terms[:last] + terms[last + 1 :])
         return terms
     if reduction == "bxor":
