@@ -34,6 +34,7 @@ KEYS = torch_private.DispatchKeySet(EARLY_KEY)
 
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
 class DTensor(torch.Tensor):
@@ -112,6 +113,19 @@ class DTensor(torch.Tensor):
         if self._view is not None:
             self._view.refresh(self)
         return self._components
+
+    def requires_grad_(self, requires_grad: bool = True) -> DTensor:
+        """As `torch.Tensor.requires_grad_`."""
+        self.requires_grad = requires_grad
+        return self
+
+    def _set_requires_grad(self, requires_grad: bool) -> None:
+        if requires_grad:
+            view_tracking.validate_gradient(self)
+        _REQUIRES_GRAD.__set__(self, requires_grad)
+
+    # Without a function of ours for reading: operators read it all the time.
+    requires_grad = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
 
     @property
     def data(self) -> torch.Tensor:

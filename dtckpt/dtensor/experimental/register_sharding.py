@@ -163,7 +163,7 @@ class _RowPlan(RulePlan):
 
     def _run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         for tensor in self._written(args, kwargs):
-            prepare_write(tensor, self.func)
+            prepare_write(tensor, self.func, tensors)
         return super()._run(args, kwargs, tensors)
 
     def _written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[DTensor]:

@@ -63,7 +63,7 @@ _CORRECTIONS: dict[Any, Callable[..., torch.Tensor]] = {
         ),
         _as_image,
     ),
-    _aten.nll_loss2d_forward.default: _contiguous,
+    **dict.fromkeys((_aten.nll_loss2d_forward.default, _aten.rrelu_with_noise.default), _contiguous),
 }
 """By operator, what returns a tensor with the strides of the first result, from that result and the arguments."""
 

@@ -83,15 +83,15 @@ def to_replicated(tensors: Sequence[DTensor], *, is_copied: bool = False) -> lis
     """
     whole = to_layouts(tensors, [replicated_layout(tensor.device_mesh, tensor.ndim) for tensor in tensors])
     return [
-        copy if copy is tensor and not is_copied and _has_own_strides(tensor) else _with_strides(copy, tensor)
+        tensor if copy is tensor and not is_copied and _has_own_strides(tensor) else _with_strides(copy, tensor)
         for copy, tensor in zip(whole, tensors, strict=True)
     ]
 
 
 def _has_own_strides(tensor: DTensor) -> bool:
     """Whether the components of a replicated tensor have the strides of the global tensor."""
-    # The stride of a dim of size 1 leads nowhere.
-    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    # The stride of a dim of size 1 leads nowhere. A copy of no elements costs nothing.
+    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1 or not tensor.numel()]
     return all(component.stride(dim) == tensor.stride(dim) for component in tensor.components for dim in dims)
 
 

@@ -180,7 +180,7 @@ class RulePlan:
             unshare(tensors[0])
         if self._is_in_place:
             for target in tensors_in(args[:1]):
-                prepare_write(target, self.func)
+                prepare_write(target, self.func, tensors)
         operands = to_layouts(tensors, self._operands) if self._moves else tensors
         components = [operand.components for operand in operands]
         if not components[0]:
@@ -329,13 +329,9 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def prepare_write(tensor: DTensor, func: Operator) -> None:
-    """Make a tensor ready for a write to its components.
-
-    Raises:
-        OperatorError: See `view_tracking.validate_write`.
-    """
-    view_tracking.validate_write(tensor, func)
+def prepare_write(tensor: DTensor, func: Operator, operands: Sequence[DTensor]) -> None:
+    """Make a tensor ready for a write to its components. Arguments and errors: as `view_tracking.validate_write`."""
+    view_tracking.validate_write(tensor, func, operands)
     unshare(tensor)
 
 
@@ -453,7 +449,7 @@ class WriteResultPlan:
         call = Call(self.func, tuple(args), kwargs)
         targets = list(tensors_in([call[name] for name in self._written]))
         for target in targets:
-            view_tracking.validate_write(target, self.func)
+            view_tracking.validate_write(target, self.func, tensors)
         result = self._functional(
             *(call[name] for name in self._positional), **{name: call[name] for name in self._by_name}
         )
@@ -514,7 +510,7 @@ class ReplicationPlan:
         names = [name for name in _UNDECLARED_WRITES if name in self._signature.names]
         targets = list(tensors_in([call[name] for name in (*self._signature.written, *names)]))
         for tensor in targets:
-            prepare_write(tensor, self.func)
+            prepare_write(tensor, self.func, tensors)
         if self._signature.is_view and not targets:
             unshare(tensors[0])
         # Bound: every device needs memory for all of every operand. That is why rules come first.
@@ -590,7 +586,7 @@ class ReplicationPlan:
         offset = _offset_of(self.func, nbytes_before(source) + shift, first.dtype)
         result = wrap_components(components, spec, offset=offset)
         # Of a source that was redistributed, the result is a view of a copy.
-        if operand is source and source._view is None and share_memory(result, source):
+        if source._view is None and share_memory(result, source):
             view_tracking.share_writes(result, source)
         else:
             view_tracking.track_view(result, source, call, number)

@@ -157,10 +157,9 @@ def _remember(views: Views, view: DTensor) -> None:
     views[key] = weakref.ref(view, lambda _: views.pop(key, None))
 
 
-def _differentiable(views: Views) -> list[DTensor]:
-    """Return the views that live, and whose gradient autograd may ask for."""
-    live = (reference() for reference in list(views.values()))
-    return [view for view in live if view is not None and view.requires_grad]
+def _live(views: Views) -> list[DTensor]:
+    """Return the views that somebody still has."""
+    return [view for reference in list(views.values()) if (view := reference()) is not None]
 
 
 def note_reshape(tensor: DTensor, what: object) -> None:
@@ -176,36 +175,50 @@ def note_reshape(tensor: DTensor, what: object) -> None:
     counter = tensor._writes
     if counter is None:
         return
-    dependent = [view for view in _differentiable(counter.views) if view._base is tensor]
-    if not dependent and not (tensor.requires_grad and tensor._is_view()):
-        return
-    if dependent or not torch.is_grad_enabled():
-        shape = tuple(dependent[0].shape if dependent else tensor.shape)
-        raise OperatorError(
-            f"operator {what}: got a DTensor of shape {tuple(tensor.shape)} on which a differentiable view of shape "
-            f"{shape} depends, expected one without such views: autograd would take the gradient of other elements; "
-            "use the operator that returns a new tensor, or detach the view"
-        )
-    _remember(counter.reshaped, tensor)
+    dependent = [view for view in _live(counter.views) if view._base is tensor]
+    if tensor._is_view():
+        dependent.append(tensor)
+    for view in dependent:
+        # A view's own shape matters only when autograd makes the view again, after a write. Without gradient mode the
+        # change of shape itself counts as one.
+        if view.requires_grad and not (view is tensor and torch.is_grad_enabled()):
+            raise OperatorError(
+                f"operator {what}: got a DTensor of shape {tuple(tensor.shape)} on which a differentiable view of "
+                f"shape {tuple(view.shape)} depends, expected one without such views: autograd would take the gradient "
+                "of other elements; use the operator that returns a new tensor, or detach the view"
+            )
+        _remember(counter.reshaped, view)
 
 
-def validate_write(tensor: DTensor, what: object) -> None:
+def validate_write(tensor: DTensor, what: object, operands: Sequence[torch.Tensor] = ()) -> None:
     """Check that a tensor may be written to: that no differentiable view of its memory got another shape in place.
 
     Args:
         tensor: The tensor.
         what: The operator, for the error.
+        operands: The tensors among its arguments. With one that requires a gradient, all views become differentiable.
 
     Raises:
         OperatorError: There is such a view: after the write, autograd would make it again in its former shape.
     """
     if tensor._writes is None or not tensor._writes.reshaped:
         return
-    for view in _differentiable(tensor._writes.reshaped):
+    needs_grad = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+    for view in _live(tensor._writes.reshaped):
+        if needs_grad or view.requires_grad:
+            raise OperatorError(
+                f"operator {what}: writes to the memory of a differentiable view, of shape {tuple(view.shape)} now, "
+                "that got another shape in place, or whose base did, and autograd would take the gradient of other "
+                "elements; use the operator that returns a new tensor, as transpose for transpose_"
+            )
+
+
+def validate_gradient(tensor: DTensor) -> None:
+    """Check that a tensor may require a gradient from now on: as `validate_write`."""
+    if tensor._writes is not None and any(view._base is tensor for view in _live(tensor._writes.reshaped)):
         raise OperatorError(
-            f"operator {what}: writes to the memory of a differentiable view that got the shape {tuple(view.shape)} in "
-            "place, and autograd would take the gradient of other elements; make the view by the operator that returns "
-            "a new tensor, as transpose for transpose_"
+            f"requires_grad: got a DTensor of shape {tuple(tensor.shape)} that got its shape in place while views of "
+            "it exist, and autograd would take the gradient of other elements; detach it first"
         )
 
 

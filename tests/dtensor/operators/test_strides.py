@@ -199,12 +199,60 @@ def test_after_a_view_got_another_shape_writes_are_refused(writer):
     view, other = base[:, :], base[0]
     view.t_()
     before = base.full_tensor().detach().clone()
-    with pytest.raises(OperatorError, match="differentiable view that got the shape"):
+    with pytest.raises(OperatorError, match="that got another shape in place"):
         {"view": view, "base": base, "other view": other}[writer].mul_(2)
     assert torch.equal(base.full_tensor().detach(), before)
     del view
     base.detach().mul_(2)
     assert torch.equal(base.full_tensor().detach(), 2 * before)
+
+
+def test_views_that_become_differentiable_keep_their_gradients():
+    """A write of values that require a gradient, and ``requires_grad_``, make views differentiable afterwards."""
+    _, base = pair(3, 3)
+    _, factors = pair(3, 3)
+    view = base[0]
+    base.t_()
+    with pytest.raises(OperatorError, match="that got another shape in place"):
+        base.mul_(factors.requires_grad_())
+    for require in (lambda: base.requires_grad_(), lambda: setattr(base, "requires_grad", True)):
+        with pytest.raises(OperatorError, match=r"requires_grad: got a DTensor of shape \(3, 3\)"):
+            require()
+    base.mul_(factors.detach())
+    assert view.shape == (3,)
+    del view
+    base.mul_(factors)
+    assert base.requires_grad
+
+
+def test_without_gradient_mode_a_differentiable_view_keeps_its_shape():
+    _, leaf = pair(3, 3)
+    view = leaf.requires_grad_()[:, :]
+    with torch.no_grad(), pytest.raises(OperatorError, match="differentiable view"):
+        view.t_()
+    view.sum().backward()
+    assert torch.equal(leaf.grad.full_tensor(), torch.ones(3, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda z: z.conj().resolve_conj(),
+        lambda z: z.conj().conj().resolve_conj(),
+        lambda z: z.conj()[1:].resolve_conj(),
+        lambda z: z.mH.resolve_conj(),
+        lambda z: z.conj().imag.resolve_neg(),
+        lambda z: z.conj().real.resolve_neg(),
+        lambda z: z.imag.resolve_neg(),
+    ],
+)
+def test_lazy_views_are_copied_where_plain_ones_are(copied, placement):
+    whole = torch.complex(torch.arange(6.0).reshape(3, 2), torch.ones(3, 2))
+    ours = distribute_tensor(whole.clone(), MESHES[0], [placement])
+    for one in (whole, ours):
+        copied(one).mul_(2)
+    assert torch.equal(ours.full_tensor(), whole)
 
 
 def test_a_tensor_without_views_that_need_it_may_get_another_shape():

@@ -67,6 +67,9 @@ from dtckpt.dtensor.operators.rules import (
     kept_composites as kept_composites,
 )
 from dtckpt.dtensor.operators.rules import (
+    lazy_copies as lazy_copies,
+)
+from dtckpt.dtensor.operators.rules import (
     linalg as linalg,
 )
 from dtckpt.dtensor.operators.rules import (

@@ -27,7 +27,7 @@ def _write_of(func: Operator) -> Callable[..., Any]:
         memory = view_tracking.without_repeats(tensor)
         if memory is tensor:
             return NotImplemented
-        view_tracking.validate_write(tensor, func)
+        view_tracking.validate_write(tensor, func, list(tensors_in(args)))
         # Bound: each device holds all of the memory meanwhile.
         (whole,) = to_replicated([memory], is_copied=True)
         others = to_replicated(list(tensors_in((*args, *kwargs.values()))))

@@ -85,7 +85,7 @@ class ForeachPlan:
             run_groups(self.func, split_by_index(args, kwargs), DTensor._dispatch)
             return None
         for position in self._written:
-            prepare_write(tensors[position], self.func)
+            prepare_write(tensors[position], self.func, tensors)
         moved = to_layouts(tensors, self._targets) if self._moves else tensors
         components = [tensor.components for tensor in moved]
         outputs = []

@@ -78,7 +78,8 @@ def _vander(operator: Operator, keys: Any, x: torch.Tensor, N: int | None = None
     del operator, keys
     count = x.shape[0] if N is None else N
     x = x.to(torch.promote_types(x.dtype, torch.int64))
-    powers = x.new_ones((*x.shape, count)) if count < 2 else torch.linalg.vander(x, N=count)
+    factors = x.unsqueeze(-1).expand(*x.shape, max(count - 1, 0))
+    powers = torch.cat([x.new_ones(*x.shape, min(count, 1)), factors], -1).cumprod(-1)
     return powers if increasing else powers.flip(1)
 
 

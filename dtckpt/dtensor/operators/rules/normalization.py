@@ -220,7 +220,7 @@ class _GroupDims:
 @rule(_aten.native_group_norm.default)
 def _group_norm(call: Call) -> Rule | None:
     """Batch may be split, channels between groups; output, mean, reciprocal deviation."""
-    if call["input"].ndim < 2 or call.kwargs:
+    if call["input"].ndim < 2 or not call["input"].shape[1] or call.kwargs:
         return None
     groups = _GroupDims(call)
     operands = call.operands(input=groups.dims, weight=groups.channels, bias=groups.channels)
@@ -233,7 +233,7 @@ def _group_norm(call: Call) -> Rule | None:
 @rule(_aten.native_group_norm_backward.default)
 def _group_norm_backward(call: Call) -> Rule | None:
     """Batch may be split, channels between groups; if the batch is, gradients of weight and bias wait for a sum."""
-    if call["input"].ndim < 2 or call.kwargs:
+    if call["input"].ndim < 2 or not call["input"].shape[1] or call.kwargs:
         return None
     groups = _GroupDims(call)
     operands = call.operands(

@@ -114,6 +114,22 @@ def _view_or_reshape(component: torch.Tensor, size: Sequence[int]) -> torch.Tens
     return component.reshape(size)
 
 
+def _view_or_copy(view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return a function that views a component, or a copy of it if only the global tensor's strides allow the view."""
+
+    def local(component: torch.Tensor, *args: Any) -> torch.Tensor:
+        try:
+            return view(component, *args)
+        except RuntimeError:
+            return view(component.clone(memory_format=torch.contiguous_format), *args)
+
+    return local
+
+
+_as_complex = _view_or_copy(_aten.view_as_complex.default)
+_as_dtype = _view_or_copy(_aten.view.dtype)
+
+
 def infer_size(size: Sequence[int], numel: int) -> tuple[int, ...] | None:
     """Return sizes with -1 inferred; None if no size fits so many elements."""
     known = 1
@@ -225,7 +241,7 @@ def _view_as_real(call: Call) -> Rule | None:
 def _view_as_complex(call: Call) -> Rule | None:
     """``(a, 2) -> (a)``"""
     dims = range(len(call.shapes[0]))
-    return from_labels(call, DimLabels([dims], [dims[:-1]]), passes=LINEAR)
+    return from_labels(call, DimLabels([dims], [dims[:-1]]), passes=LINEAR, local=_as_complex)
 
 
 @rule(_aten.view.dtype)
@@ -233,7 +249,8 @@ def _view_dtype(call: Call) -> Rule | None:
     """``(a, n) -> (a, m)``: the last dim changes in size if the dtypes differ in size."""
     ndim = len(call.shapes[0])
     is_same = call["dtype"].itemsize == call.tensors[0].dtype.itemsize
-    return from_labels(call, DimLabels([range(ndim)], [range(ndim) if is_same else unlabel_dims(ndim - 1, ndim)]))
+    labels = DimLabels([range(ndim)], [range(ndim) if is_same else unlabel_dims(ndim - 1, ndim)])
+    return from_labels(call, labels, local=_as_dtype)
 
 
 @rule(_aten._conj.default)
