@@ -116,7 +116,9 @@ class DTensor(torch.Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
         """As `torch.Tensor.requires_grad_`."""
-        self.requires_grad = requires_grad
+        if requires_grad:
+            view_tracking.validate_gradient(self)
+        super().requires_grad_(requires_grad)
         return self
 
     def _set_requires_grad(self, requires_grad: bool) -> None:

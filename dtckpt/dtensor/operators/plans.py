@@ -261,7 +261,7 @@ class RulePlan:
         for number, result in enumerate([results] if isinstance(results, DTensor) else results):
             # A component may have had to be copied, as where its strides do not allow the view. Clients may differ in
             # this, since nothing is exchanged for such a view.
-            if may_share and (not self._may_copy or share_memory(result, source)):
+            if may_share and (not self._may_copy or view_tracking.share_memory(result, source)):
                 view_tracking.share_writes(result, source)
                 continue
             call = Call(self.func, tuple(args), kwargs)
@@ -318,19 +318,9 @@ def _argument_key(call: Call, name: str) -> int | str:
     return number if number < len(call.args) else name
 
 
-def share_memory(one: DTensor, other: DTensor) -> bool:
-    """Whether each component of a tensor shares memory with one of another; those without memory count as sharing."""
-    return all(map(_share_memory, one._components, other._components))
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.is_meta or one.layout is not torch.strided or one.data_ptr() == other.data_ptr() or not one.numel():
-        return True
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
 def prepare_write(tensor: DTensor, func: Operator, operands: Sequence[DTensor]) -> None:
     """Make a tensor ready for a write to its components. Arguments and errors: as `view_tracking.validate_write`."""
+    view_tracking.validate_memory(tensor, func)
     view_tracking.validate_write(tensor, func, operands)
     unshare(tensor)
 
@@ -449,6 +439,7 @@ class WriteResultPlan:
         call = Call(self.func, tuple(args), kwargs)
         targets = list(tensors_in([call[name] for name in self._written]))
         for target in targets:
+            view_tracking.validate_memory(target, self.func)
             view_tracking.validate_write(target, self.func, tensors)
         result = self._functional(
             *(call[name] for name in self._positional), **{name: call[name] for name in self._by_name}
@@ -586,7 +577,7 @@ class ReplicationPlan:
         offset = _offset_of(self.func, nbytes_before(source) + shift, first.dtype)
         result = wrap_components(components, spec, offset=offset)
         # Of a source that was redistributed, the result is a view of a copy.
-        if source._view is None and share_memory(result, source):
+        if source._view is None and view_tracking.share_memory(result, source):
             view_tracking.share_writes(result, source)
         else:
             view_tracking.track_view(result, source, call, number)

@@ -25,6 +25,7 @@ what would give a view the gradient of other elements.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -127,6 +128,18 @@ def count_write(tensor: DTensor) -> None:
         tensor._writes.count += 1
 
 
+def share_memory(one: DTensor, other: DTensor) -> bool:
+    """Whether each component of a tensor shares memory with one of another; those without memory count as sharing."""
+    return all(map(have_one_memory, one._components, other._components))
+
+
+def have_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two plain tensors share memory, as `share_memory`."""
+    if one.is_meta or one.layout is not torch.strided or one.data_ptr() == other.data_ptr() or not one.numel():
+        return True
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 def share_writes(view: DTensor, source: DTensor) -> None:
     """Give a view the write counter of its source, whose memory it shares."""
     counter = view._writes = write_counter(source)
@@ -213,6 +226,21 @@ def validate_write(tensor: DTensor, what: object, operands: Sequence[torch.Tenso
             )
 
 
+def validate_memory(tensor: DTensor, what: object) -> None:
+    """Check that a tensor may be written to: that each element has memory of its own, as PyTorch does.
+
+    Raises:
+        OperatorError: Some dim was expanded.
+    """
+    if 0 in tensor.stride() and any(
+        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise OperatorError(
+            f"operator {what}: more than one element of the written-to tensor refers to a single memory location; got "
+            f"shape {tuple(tensor.shape)} with strides {tensor.stride()}; clone() the tensor first"
+        )
+
+
 def validate_gradient(tensor: DTensor) -> None:
     """Check that a tensor may require a gradient from now on: as `validate_write`."""
     if tensor._writes is not None and any(view._base is tensor for view in _live(tensor._writes.reshaped)):
@@ -268,38 +296,41 @@ def _detached(tensor: DTensor) -> DTensor:
     return alias  # type: ignore[no-any-return]
 
 
-def write_through(tensor: DTensor, *, has_repeats: bool = False) -> None:
+def write_through(tensor: DTensor) -> None:
     """Write the values of a tracked view to its source, and to that one's source, and so on.
 
     Collective: Over the mesh's clients, unless all devices hold everything.
 
     Args:
         tensor: The view.
-        has_repeats: Whether elements of the view may be one in memory; of these, the first has the value.
     """
     view = tensor._view
     assert view is not None  # noqa: S101  (callers have asked)
     with torch.no_grad():
         if view.local is not None:
-            _write_locally(tensor, view, view.local, has_repeats)
+            _write_locally(tensor, view, view.local)
         elif view.func in _INDEX_VIEWS and view.source.ndim:
-            _write_indices(tensor, view, has_repeats)
+            _write_indices(tensor, view)
         else:
-            _write_replicated(tensor, view, has_repeats)
+            _write_replicated(tensor, view)
     # The source is a tracked view too: its own source shares no memory with it.
     if view.source._view is not None:
-        write_through(view.source, has_repeats=has_repeats)
+        write_through(view.source)
 
 
-def _write_locally(tensor: DTensor, view: View, local: LocalView, has_repeats: bool) -> None:
+def _write_locally(tensor: DTensor, view: View, local: LocalView) -> None:
     """Write a view that is made device by device: each device writes its component."""
     source = view.source
     unshare(source)
     for device, (component, value) in enumerate(zip(source.components, tensor._components, strict=True)):
+        in_place = view.pick(local(component, device))
+        if have_one_memory(in_place, component):
+            _copy(in_place, value)
+            continue
         # Of a contiguous copy there is a view, whatever the strides of the component allow.
         copy = component.clone(memory_format=torch.contiguous_format)
-        _copy(view.pick(local(copy, device)), value, has_repeats)
-        _copy(component, copy, has_repeats)
+        _copy(view.pick(local(copy, device)), value)
+        component.copy_(copy)
 
 
 _INDEX_VIEWS = frozenset({torch.ops.aten.select.int, torch.ops.aten.slice.Tensor})
@@ -336,7 +367,7 @@ def intersect(indices: range, offset: int, count: int) -> tuple[slice, slice]:
     return slice(first, last), slice(common.start - offset, common[-1] - offset + 1, common.step)
 
 
-def _write_indices(tensor: DTensor, view: View, has_repeats: bool) -> None:
+def _write_indices(tensor: DTensor, view: View) -> None:
     """Write a view of some indices along a dim: each device writes those that its component of the source has.
 
     The view is moved to the source's layout, but whole along that dim; so no device needs more of the source.
@@ -359,10 +390,10 @@ def _write_indices(tensor: DTensor, view: View, has_repeats: bool) -> None:
             viewed_indices(call, shape), region.offset[len(before)], region.shape[len(before)]
         )
         with_dim = value.unsqueeze(len(before)) if is_select else value
-        _copy(component[(*before, in_component)], with_dim[(*before, in_view)], has_repeats)
+        _copy(component[(*before, in_component)], with_dim[(*before, in_view)])
 
 
-def _write_replicated(tensor: DTensor, view: View, has_repeats: bool) -> None:
+def _write_replicated(tensor: DTensor, view: View) -> None:
     """Write a view of any kind: every device writes all of it to all of the source, and keeps its component."""
     target, shape = without_repeats(view.source), tuple(view.source.shape)
     # Bound: each device holds all of the source meanwhile. The inverse of an arbitrary view is not known, but a view of
@@ -377,16 +408,24 @@ def _write_replicated(tensor: DTensor, view: View, has_repeats: bool) -> None:
     for number, component in enumerate(source.components):
         local_others = [other.components[number] for other in to_replicated(others)]
         args, kwargs = replace_tensors(view.args[1:], view.kwargs, local_others)
-        _copy(view.pick(view.func(component.expand(shape), *args, **kwargs)), values[number], has_repeats)
+        _copy(view.pick(view.func(component.expand(shape), *args, **kwargs)), values[number])
     write_into(source, target)
 
 
-def _copy(target: torch.Tensor, values: torch.Tensor, has_repeats: bool) -> None:
-    """Copy values into a component; with repeats, once into each element of its memory."""
-    if has_repeats:
-        index = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
-        target, values = target[index], values[index]
-    target.copy_(values)
+def _copy(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values into a component; of elements that are one in memory, the first that has changed counts."""
+    repeated = [dim for dim, step in enumerate(target.stride()) if step == 0 and target.shape[dim] > 1]
+    if not repeated or not target.numel():
+        target.copy_(values)
+        return
+    memory = target[tuple(slice(0, 1) if dim in repeated else slice(None) for dim in range(target.ndim))]
+    size = math.prod(target.shape[dim] for dim in repeated)
+    # (repeats, elements of the memory)
+    each = values.movedim(repeated, list(range(len(repeated)))).reshape(size, -1)
+    before = memory.reshape(1, -1)
+    has_changed = each != before
+    first = each.gather(0, has_changed.to(torch.uint8).argmax(0, keepdim=True))
+    memory.copy_(torch.where(has_changed.any(0), first, before).reshape(memory.shape))
 
 
 def without_repeats(tensor: DTensor) -> DTensor:

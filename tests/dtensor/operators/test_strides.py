@@ -215,7 +215,7 @@ def test_views_that_become_differentiable_keep_their_gradients():
     base.t_()
     with pytest.raises(OperatorError, match="that got another shape in place"):
         base.mul_(factors.requires_grad_())
-    for require in (lambda: base.requires_grad_(), lambda: setattr(base, "requires_grad", True)):
+    for require in (base.requires_grad_, lambda: setattr(base, "requires_grad", True)):
         with pytest.raises(OperatorError, match=r"requires_grad: got a DTensor of shape \(3, 3\)"):
             require()
     base.mul_(factors.detach())

@@ -36,7 +36,7 @@ def _write_of(func: Operator) -> Callable[..., Any]:
             func(component.expand(tensor.shape), *local[0], **local[1])
         write_into(whole, memory)
         if tensor._view is not None:
-            view_tracking.write_through(tensor, has_repeats=True)
+            view_tracking.write_through(tensor)
         view_tracking.count_write(tensor)
         return tensor
 
