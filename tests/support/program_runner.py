@@ -38,8 +38,11 @@ REFUSED = (
 
 MEMORY_FACTS = ("stride", "offset", "is_contiguous", "channels_last")
 
-NOT_REFUSED = "some elements of the input tensor and the written-to tensor refer to a single memory location"
-"""The text of an error that plain tensors alone raise. There a program ends, too."""
+NOT_REFUSED = (
+    "some elements of the input tensor and the written-to tensor refer to a single memory location",
+    "view_as_real doesn't work on unresolved conjugated tensors",
+)
+"""Texts of errors that plain tensors alone raise. There a program ends, too."""
 
 # Accepted departures, by what docs/departures.md says of them, and how programs keep away from them:
 # * "Tensors that distribute_tensor or a redistribution makes have contiguous strides": the inputs are contiguous.
@@ -138,7 +141,7 @@ def _differences(program: Program, mesh: Mesh) -> Iterator[Difference]:
         expected, error = execute(statement.source, plain), execute(statement.source, ours)
         if "autograd.grad" in statement.source:
             _take_plain_zeros(plain, ours)
-        if any(text in str(error) for text in REFUSED) or NOT_REFUSED in str(expected):
+        if any(text in str(error) for text in REFUSED) or any(text in str(expected) for text in NOT_REFUSED):
             return
         if (expected is None) != (error is None):
             kind = "does not raise" if error is None else "raises"

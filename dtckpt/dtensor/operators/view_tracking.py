@@ -232,8 +232,10 @@ def validate_memory(tensor: DTensor, what: object) -> None:
     Raises:
         OperatorError: Some dim was expanded.
     """
-    if 0 in tensor.stride() and any(
-        step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+    if (
+        tensor.numel()
+        and 0 in tensor.stride()
+        and any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
     ):
         raise OperatorError(
             f"operator {what}: more than one element of the written-to tensor refers to a single memory location; got "
