@@ -112,9 +112,23 @@ rebuild_tensor_v2: Any = torch._utils._rebuild_tensor_v2
 rebuild_tensor_v3: Any = torch._utils._rebuild_tensor_v3
 
 
+set_storage: Any = torch._functionalize_unsafe_set
+"""Gives a tensor the storage of another one; its sizes, strides and offset stay."""
+
+
+def _storage_of(tensor: torch.Tensor) -> Any:
+    # By the base class: a tensor without memory of its own may refuse to hand out its storage.
+    return _bindings.TensorBase.untyped_storage(tensor)
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Return a number that the tensors of one storage share, and no others; a storage may have no memory."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(_storage_of(tensor)._cdata)
+
+
+def storage_nbytes(tensor: torch.Tensor) -> int:
+    """Return the size of a tensor's storage, in bytes, also of one that has no memory."""
+    return int(_storage_of(tensor).nbytes())
 
 
 def cached_global_plans(changed: Sequence[Any]) -> Sequence[Any] | None:

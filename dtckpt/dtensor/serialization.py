@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import warn_if_has_hooks
 
+from dtckpt.dtensor.operators import view_tracking
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import OperatorError
 from dtckpt.layout.layout import Layout, layout_of_parts
@@ -16,10 +17,13 @@ from dtckpt.layout.placement import Partial, Replicate, Shard, _StridedShard
 
 
 def reduce(tensor: DTensor) -> tuple[Any, ...]:
-    """Return a function and its arguments for `pickle` and `copy.copy`; as in PyTorch, without hooks and gradient."""
+    """Return a function and its arguments for `pickle`; as in PyTorch, without hooks and gradient.
+
+    Views whose components share memory with those of their source share it again where PyTorch's plain tensors do.
+    Other views become tensors of their own.
+    """
     warn_if_has_hooks(tensor)
-    state = tensor.layout, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-    return rebuild, (type(tensor), tensor.components, *state, _attributes(tensor))
+    return rebuild, (type(tensor), tensor.components, *_description(tensor), _attributes(tensor), *_place(tensor))
 
 
 def rebuild(  # noqa: PLR0917  (pickle passes positions)
@@ -30,16 +34,30 @@ def rebuild(  # noqa: PLR0917  (pickle passes positions)
     dtype: torch.dtype,
     requires_grad: bool,
     attributes: dict[str, Any],
+    stride: tuple[int, ...] | None = None,
+    offset: int | None = None,
 ) -> DTensor:
-    """Return a tensor, a leaf, from the arguments that `reduce` returned."""
-    tensor = DTensor.__new__(kind, components, layout, shape, dtype)
+    """Return a tensor, a leaf, from the arguments that `reduce` returned; those of older pickles end before strides."""
+    tensor = DTensor.__new__(kind, components, layout, shape, dtype, stride=stride, offset=offset)
     vars(tensor).update(attributes)
     tensor.requires_grad_(requires_grad)
     return tensor
 
 
-def deepcopy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
-    """Return a deep copy, gradient included. Copies of components that share memory share it again.
+def shallow_copy(tensor: DTensor) -> DTensor:
+    """Return a tensor with the same memory, for `copy.copy`; as in PyTorch, without hooks and gradient."""
+    warn_if_has_hooks(tensor)
+    alias = view_tracking.alias_of(tensor)
+    duplicate = rebuild(
+        type(tensor), alias._components, *_description(tensor), _attributes(tensor), *_place(tensor)
+    )
+    view_tracking.share_writes(duplicate, tensor)
+    duplicate._view = alias._view
+    return duplicate
+
+
+def deepcopy(tensor: DTensor, memo: dict[Any, Any]) -> DTensor:
+    """Return a deep copy, gradient included. Copies of tensors that share memory or values share them again.
 
     Raises:
         OperatorError: The tensor was computed.
@@ -48,13 +66,34 @@ def deepcopy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
         raise OperatorError("copy.deepcopy copies leaves only; got a DTensor that was computed; detach or clone it")
     if id(tensor) not in memo:
         components = tuple(copy.deepcopy(component.detach(), memo) for component in tensor.components)
-        state = tensor.layout, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-        duplicate = rebuild(type(tensor), components, *state, copy.deepcopy(_attributes(tensor), memo))
+        attributes = copy.deepcopy(_attributes(tensor), memo)
+        duplicate = rebuild(type(tensor), components, *_description(tensor), attributes, *_place(tensor))
+        _share_again(tensor, duplicate, memo)
         if tensor.grad is not None:
             duplicate.grad = copy.deepcopy(tensor.grad, memo)
         memo[id(tensor)] = duplicate
     result: DTensor = memo[id(tensor)]
     return result
+
+
+def _share_again(tensor: DTensor, duplicate: DTensor, memo: dict[Any, Any]) -> None:
+    """Have the copy of a tensor share values with the copies of the tensors that share values with it."""
+    if tensor._writes is None:
+        return
+    first = memo.setdefault(("values of", id(tensor._writes)), duplicate)
+    if first is not duplicate:
+        view_tracking.share_writes(duplicate, first)
+    if tensor._view is not None:
+        duplicate._view = tensor._view.on(copy.deepcopy(tensor._view.source, memo))
+
+
+def _description(tensor: DTensor) -> tuple[Any, ...]:
+    return tensor.layout, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+def _place(tensor: DTensor) -> tuple[tuple[int, ...], int]:
+    """Return strides and storage offset."""
+    return tensor.stride(), int(tensor.storage_offset())
 
 
 def _attributes(tensor: DTensor) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dtckpt.comm.torch_private import (
     functional_collectives,
     masked_ops,
 )
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensor import DTensor, without_memory
 from dtckpt.dtensor.torch_compile import keep_from_tracing
 from dtckpt.layout.mesh import Mesh
 
@@ -36,6 +36,9 @@ _IS_FOR_BOTH = "_is_for_plain_tensors_and_dtensors"
 _UNWRAP = "_unwrap_dtensor_for_comparison"
 """PyTorch 2.11 lacks this function, and compares DTensors by operators, as it compares those in lists."""
 _unwrapped: Any = getattr(comparison, _UNWRAP, None)
+
+_to_dlpack = torch.to_dlpack
+_flatten_parameters = torch.nn.RNNBase.flatten_parameters
 
 _resolve_group: Any = getattr(functional_collectives, RESOLVE_GROUP)
 
@@ -86,6 +89,21 @@ def _resolve_mesh(group: Any, *args: Any, **kwargs: Any) -> Any:
     return _resolve_group(group, *args, **kwargs)
 
 
+@wraps(_to_dlpack)
+def _to_capsule(tensor: torch.Tensor) -> Any:
+    """Return the capsule of a plain tensor's memory; PyTorch would return one of memory that is not there."""
+    if isinstance(tensor, DTensor):
+        raise without_memory("DLPack")
+    return _to_dlpack(tensor)
+
+
+@wraps(_flatten_parameters)
+def _flatten_plain_parameters(module: torch.nn.RNNBase) -> None:
+    """Bring the weights of a recurrent module into one piece of memory, which is for plain tensors alone."""
+    if not any(isinstance(weight, DTensor) for weight in module._flat_weights):
+        _flatten_parameters(module)
+
+
 @wraps(_add_param_group)
 def _add_parameters(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
     """Add parameters to an optimizer; with the first DTensor, replace the step of its class by `_step_of_both`."""
@@ -127,6 +145,8 @@ def install() -> None:
             setattr(module, _UNWRAP, _unwrap_for_comparison)
     _pair._check_supported = _check_supported_layout
     setattr(functional_collectives, RESOLVE_GROUP, _resolve_mesh)
+    torch.to_dlpack = torch.utils.dlpack.to_dlpack = _to_capsule
+    torch.nn.RNNBase.flatten_parameters = _flatten_plain_parameters  # type: ignore[method-assign]
     torch.optim.Optimizer.add_param_group = _add_parameters  # type: ignore[assignment, method-assign]
     foreach_types: tuple[list[Any], ...] = (foreach_types_of_optimizers, foreach_types_of_gradients)
     for types in foreach_types:

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.derived_layouts import gradient_layout
 from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, tensors_in
 from dtckpt.dtensor.operators.operands import to_layouts, to_replicated, unshare, write_into
@@ -74,6 +75,11 @@ class View:
     def pick(self, results: Any) -> Any:
         """Return the one of the operator's results that is the view."""
         return results if self.number is None else results[self.number]
+
+    def on(self, source: DTensor) -> View:
+        """Return the same view of a copy of the source, which has the same values."""
+        count = write_counter(source).count
+        return replace(self, source=source, args=(source, *self.args[1:]), count=count)
 
     def refresh(self, tensor: DTensor) -> None:
         """Compute the components of the view again if somebody wrote to the source since.
@@ -128,8 +134,9 @@ def count_write(tensor: DTensor) -> None:
 
 
 def share_writes(view: DTensor, source: DTensor) -> None:
-    """Give a view the write counter of its source, whose memory it shares."""
+    """Give a view the write counter and the storage of its source, whose values it shares."""
     counter = view._writes = write_counter(source)
+    torch_private.set_storage(view, source)
     if torch.is_grad_enabled():
         _remember(counter.views, view)
 
@@ -225,7 +232,15 @@ def alias_of(tensor: DTensor, offset: int | None = None) -> DTensor:
     # A copy: the alias and the tensor are refreshed separately, and each `View` counts for its own components.
     alias._view = None if tensor._view is None else replace(tensor._view)
     alias._writes = write_counter(tensor)
+    torch_private.set_storage(alias, tensor)
     return alias
+
+
+def become_alias(tensor: DTensor, source: DTensor) -> None:
+    """Give a tensor components, layout and write counter of another one, of whose shape and storage it is already."""
+    alias = alias_of(source)
+    tensor._components, tensor._layout, tensor._spec = alias._components, alias._layout, None
+    tensor._view, tensor._writes = alias._view, alias._writes
 
 
 def differentiable_alias(tensor: DTensor) -> DTensor:
