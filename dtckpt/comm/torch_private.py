@@ -98,6 +98,16 @@ make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 operator_names: Any = _bindings._dispatch_get_all_op_names
 OpOverload: Any = torch._ops.OpOverload
 
+_number_of_modes: Any = _bindings._len_torch_dispatch_stack
+_mode: Any = _bindings._get_dispatch_mode
+_RECORDING: Any = _bindings._TorchDispatchModeKey.PROXY
+
+
+def is_recording() -> bool:
+    """Whether ``make_fx`` records operators, as ``torch.func.linearize`` has it do."""
+    return _number_of_modes() > 0 and _mode(_RECORDING) is not None
+
+
 current_graph_task: Any = _bindings._current_graph_task_id
 """Returns the number of the backward pass that runs in this thread; -1 outside of one."""
 dynamo: Any = _bindings._dynamo.eval_frame

@@ -48,9 +48,7 @@ def shallow_copy(tensor: DTensor) -> DTensor:
     """Return a tensor with the same memory, for `copy.copy`; as in PyTorch, without hooks and gradient."""
     warn_if_has_hooks(tensor)
     alias = view_tracking.alias_of(tensor)
-    duplicate = rebuild(
-        type(tensor), alias._components, *_description(tensor), _attributes(tensor), *_place(tensor)
-    )
+    duplicate = rebuild(type(tensor), alias._components, *_description(tensor), _attributes(tensor), *_place(tensor))
     view_tracking.share_writes(duplicate, tensor)
     duplicate._view = alias._view
     return duplicate

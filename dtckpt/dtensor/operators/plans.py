@@ -263,7 +263,7 @@ class RulePlan:
             # A component may have had to be copied, as where its strides do not allow the view. Clients may differ in
             # this, since nothing is exchanged for such a view.
             if may_share and (not self._may_copy or share_memory(result, source)):
-                view_tracking.share_writes(result, source)
+                view_tracking.share_writes(result, source, is_detached=self.func is torch.ops.aten.detach.default)
                 continue
             call = Call(self.func, tuple(args), kwargs)
             local = self._local_view(args, kwargs) if self._is_local else None

@@ -133,11 +133,18 @@ def count_write(tensor: DTensor) -> None:
         tensor._writes.count += 1
 
 
-def share_writes(view: DTensor, source: DTensor) -> None:
-    """Give a view the write counter and the storage of its source, whose values it shares."""
+def share_writes(view: DTensor, source: DTensor, *, is_detached: bool = False) -> None:
+    """Give a view the write counter and the storage of its source, whose values it shares.
+
+    Args:
+        view: The view.
+        source: The source.
+        is_detached: Whether autograd does not know the view.
+    """
     counter = view._writes = write_counter(source)
     torch_private.set_storage(view, source)
-    if torch.is_grad_enabled():
+    # Not of parameters, which are detached: PyTorch swaps the values of tensors that have no weak references.
+    if torch.is_grad_enabled() and not is_detached:
         _remember(counter.views, view)
 
 
