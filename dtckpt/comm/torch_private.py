@@ -117,6 +117,7 @@ assert_async: Any = torch._assert_async
 foreach_copy: Any = torch._foreach_copy_
 foreach_norm: Any = torch._foreach_norm
 masked_ops: Any = torch.masked._ops
+to_dlpack: Any = _bindings._to_dlpack
 rebuild_tensor_v2: Any = torch._utils._rebuild_tensor_v2
 """What files of ``torch.save`` name to make a tensor; `rebuild_tensor_v3` is for dtypes that have no storage class."""
 rebuild_tensor_v3: Any = torch._utils._rebuild_tensor_v3

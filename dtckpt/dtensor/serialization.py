@@ -85,7 +85,7 @@ def _share_again(tensor: DTensor, duplicate: DTensor, memo: dict[Any, Any]) -> N
         duplicate._view = tensor._view.on(copy.deepcopy(tensor._view.source, memo))
 
 
-def _description(tensor: DTensor) -> tuple[Any, ...]:
+def _description(tensor: DTensor) -> tuple[Layout, tuple[int, ...], torch.dtype, bool]:
     return tensor.layout, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 

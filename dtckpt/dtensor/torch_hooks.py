@@ -20,6 +20,7 @@ from dtckpt.comm.torch_private import (
     foreach_types_of_optimizers,
     functional_collectives,
     masked_ops,
+    to_dlpack,
 )
 from dtckpt.dtensor.tensor import DTensor, without_memory
 from dtckpt.dtensor.torch_compile import keep_from_tracing
@@ -37,8 +38,7 @@ _UNWRAP = "_unwrap_dtensor_for_comparison"
 """PyTorch 2.11 lacks this function, and compares DTensors by operators, as it compares those in lists."""
 _unwrapped: Any = getattr(comparison, _UNWRAP, None)
 
-_to_dlpack = torch.to_dlpack
-_flatten_parameters = torch.nn.RNNBase.flatten_parameters
+_flatten_parameters: Any = torch.nn.RNNBase.flatten_parameters
 
 _resolve_group: Any = getattr(functional_collectives, RESOLVE_GROUP)
 
@@ -89,12 +89,12 @@ def _resolve_mesh(group: Any, *args: Any, **kwargs: Any) -> Any:
     return _resolve_group(group, *args, **kwargs)
 
 
-@wraps(_to_dlpack)
+@wraps(to_dlpack)
 def _to_capsule(tensor: torch.Tensor) -> Any:
     """Return the capsule of a plain tensor's memory; PyTorch would return one of memory that is not there."""
     if isinstance(tensor, DTensor):
         raise without_memory("DLPack")
-    return _to_dlpack(tensor)
+    return to_dlpack(tensor)
 
 
 @wraps(_flatten_parameters)
@@ -145,8 +145,10 @@ def install() -> None:
             setattr(module, _UNWRAP, _unwrap_for_comparison)
     _pair._check_supported = _check_supported_layout
     setattr(functional_collectives, RESOLVE_GROUP, _resolve_mesh)
-    torch.to_dlpack = torch.utils.dlpack.to_dlpack = _to_capsule
-    torch.nn.RNNBase.flatten_parameters = _flatten_plain_parameters  # type: ignore[method-assign]
+    namespaces: tuple[Any, ...] = torch, torch.utils.dlpack
+    for namespace in namespaces:
+        namespace.to_dlpack = _to_capsule
+    torch.nn.RNNBase.flatten_parameters = _flatten_plain_parameters  # type: ignore[assignment, method-assign]
     torch.optim.Optimizer.add_param_group = _add_parameters  # type: ignore[assignment, method-assign]
     foreach_types: tuple[list[Any], ...] = (foreach_types_of_optimizers, foreach_types_of_gradients)
     for types in foreach_types:

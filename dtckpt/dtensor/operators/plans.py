@@ -453,6 +453,7 @@ class WriteResultPlan:
         self.func = call.func
         self._functional = functional
         self._written = signature.written
+        self._is_out = signature.written[0] != signature.names[0]
         arguments = functional._schema.arguments
         self._positional = [one.name for one in arguments if not one.kwarg_only]
         self._by_name = [one.name for one in arguments if one.kwarg_only]
@@ -468,8 +469,10 @@ class WriteResultPlan:
         )
         for target, value in zip(targets, tensors_in([result]), strict=True):
             is_same_shape = tuple(value.shape) == tuple(target.shape)
-            if not is_same_shape and not self._may_resize(target):
-                run_on_meta(self.func, args, kwargs, tensors)  # PyTorch's own error, if it has one
+            # Only an ``out`` tensor without memory may change its shape.
+            if not is_same_shape and (not self._is_out or torch_private.storage_nbytes(target)):
+                if not self._is_out:
+                    run_on_meta(self.func, args, kwargs, tensors)  # PyTorch's own error, if it has one
                 raise _shape_error(self.func, target, value)
             if not torch.can_cast(value.dtype, target.dtype):
                 raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
@@ -484,10 +487,6 @@ class WriteResultPlan:
         if count and isinstance(call[self._written[0]], torch.Tensor):
             return targets[0] if count == 1 else tuple(targets[:count])
         return call[self._written[0]] if count else None
-
-    def _may_resize(self, target: DTensor) -> bool:
-        """Whether a tensor may get another shape: an ``out`` tensor without memory may."""
-        return self._written[0] != signature_of(self.func).names[0] and not torch_private.storage_nbytes(target)
 
 
 def _shape_error(func: Operator, target: DTensor, value: torch.Tensor) -> LayoutError:

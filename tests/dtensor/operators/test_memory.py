@@ -7,7 +7,7 @@ import torch
 from support.plain_programs import PLACES, assert_as_plain, matrices
 from torch import nn
 
-from dtckpt.dtensor import distribute_tensor
+from dtckpt.dtensor import DTensor, distribute_tensor
 from dtckpt.errors import LayoutError, OperatorError
 
 is_alias = torch._C._is_alias_of
@@ -147,15 +147,15 @@ def test_an_empty_part_of_a_tensor_is_no_room_for_a_result():
 
 
 REFUSED = {
-    "data_ptr": lambda x: x.data_ptr(),
-    "const_data_ptr": lambda x: x.const_data_ptr(),
-    "storage": lambda x: x.storage(),
+    "data_ptr": DTensor.data_ptr,
+    "const_data_ptr": DTensor.const_data_ptr,
+    "storage": DTensor.storage,
     "untyped_storage": lambda x: torch.ones(4, 6).set_(x.untyped_storage()),
-    "DLPack": lambda x: torch.from_dlpack(x),
-    "DLPack of numpy": lambda x: np.from_dlpack(x),
+    "DLPack": torch.from_dlpack,
+    "DLPack of numpy": np.from_dlpack,
     "data_ptr, by safetensors": lambda x: safetensors.torch.save({"x": x}),
-    "capsule": lambda x: torch.to_dlpack(x),
-    "capsule of utils": lambda x: torch.utils.dlpack.to_dlpack(x),
+    "capsule": torch.to_dlpack,
+    "capsule of utils": torch.utils.dlpack.to_dlpack,
 }
 
 

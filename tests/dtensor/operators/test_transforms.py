@@ -33,18 +33,18 @@ def pull_back(x, v):
 
 TRANSFORMS = {
     "grad": lambda x, v: func.grad(lambda a: (a * v).sin().sum())(x),
-    "grad of writes": lambda x, v: func.grad(write_and_sum)(x),
+    "grad of writes": lambda x, _: func.grad(write_and_sum)(x),
     "grad of grad": lambda x, v: func.grad(func.grad(lambda a: a**3))(x[0, 0]),
-    "grad and value": lambda x, v: func.grad_and_value(lambda a, b: (a * b).sin().sum(), argnums=(0, 1))(x, v),
+    "grad and value": func.grad_and_value(lambda a, b: (a * b).sin().sum(), argnums=(0, 1)),
     "vjp": pull_back,
     "jvp": lambda x, v: func.jvp(lambda a: (a * a).sin(), (x,), (v,)),
     "jacrev": lambda x, v: func.jacrev(lambda a: (a * a).sum(1))(x),
     "jacfwd": lambda x, v: func.jacfwd(lambda a: (a * a).sum(1))(x),
     "hessian": lambda x, v: func.hessian(lambda a: (a**3).sum())(x[0]),
-    "vmap": lambda x, v: func.vmap(lambda a, b: (a * b).sum())(x, v),
+    "vmap": func.vmap(lambda a, b: (a * b).sum()),
     "vmap of columns": lambda x, v: func.vmap(lambda a: a @ v.T, in_dims=1)(x.T),
-    "vmap of grad": lambda x, v: func.vmap(func.grad(lambda a, b: (a * b).sin().sum()))(x, v),
-    "functional call": lambda x, v: func.grad(call_with_weight)(x, v),
+    "vmap of grad": func.vmap(func.grad(lambda a, b: (a * b).sin().sum())),
+    "functional call": func.grad(call_with_weight),
     "functionalize": lambda x, v: func.functionalize(write_and_sum)(x),
 }
 

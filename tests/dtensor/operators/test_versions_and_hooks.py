@@ -20,7 +20,7 @@ def write_through_views(x, v):
         for write in (
             lambda: x.add_(1),
             lambda: views[0].mul_(2),
-            lambda: views[1][2:4].zero_(),
+            views[1][2:4].zero_,
             lambda: views[3].add_(1),
             lambda: views[4].add_(1),
             lambda: x.copy_(v),

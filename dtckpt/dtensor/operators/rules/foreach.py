@@ -75,7 +75,7 @@ class ForeachPlan:
         is_scaled = "grad_scale" not in call or call["grad_scale"] is not None
         names = [name for name in signature.written if is_scaled or name != "grads"]
         self._written = tuple(position for name in names for position in positions.get(name, ()))
-        # PyTorch's own kernels count the writes of these operators tensor by tensor, and those of fused steps not at all.
+        # PyTorch counts the writes of these operators tensor by tensor, and those of fused steps not at all.
         self._raises_versions = call.func.name().startswith("aten::_foreach_")
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:

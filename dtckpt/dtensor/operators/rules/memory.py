@@ -34,7 +34,7 @@ def _set(self: DTensor, source: DTensor) -> DTensor:
 
 
 @composite(_aten.resize_.default)
-def _resize(self: DTensor, size: Sequence[int], *, memory_format: Any = None) -> DTensor:
+def _resize(self: DTensor, size: Sequence[int], *, memory_format: Any = None) -> torch.Tensor:
     """A smaller tensor keeps its memory, with all that shares it; a larger one gets new memory.
 
     Raises:
@@ -43,7 +43,7 @@ def _resize(self: DTensor, size: Sequence[int], *, memory_format: Any = None) ->
     resized = torch.empty(size, dtype=self.dtype, device="meta", memory_format=memory_format)
     nbytes = torch_private.storage_nbytes(self)
     if (self.storage_offset() + resized.numel()) * resized.itemsize <= nbytes:
-        return _aten.as_strided_.default(self, size, resized.stride())
+        return self.as_strided_(size, resized.stride())
     if nbytes and self._writes is not None:
         raise OperatorError(
             f"resize_: got a DTensor of shape {tuple(self.shape)} whose memory other tensors share, expected room for "
