@@ -1,6 +1,6 @@
 """Programs that are run on plain tensors and on DTensors in several layouts, and whose results are compared."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -8,9 +8,11 @@ import torch
 from dtckpt import Partial, Replicate, Shard, abstract_mesh
 from dtckpt.dtensor import DTensor, distribute_tensor
 from dtckpt.errors import OperatorError
+from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.placement import Placement
 
 LINE, GRID = abstract_mesh({"x": 2}), abstract_mesh({"x": 2, "y": 2})
-PLACES = [
+PLACES: list[tuple[Mesh, list[Placement]]] = [
     (LINE, [Replicate()]),
     (LINE, [Shard(0)]),
     (LINE, [Shard(1)]),
@@ -19,22 +21,26 @@ PLACES = [
 ]
 
 Program = Callable[..., Any]
+Places = Sequence[tuple[Mesh, list[Placement]]]
 
 
 def matrices() -> list[torch.Tensor]:
     return [torch.arange(24.0).reshape(4, 6) / 10 + 0.3, torch.linspace(-1, 2, 24).reshape(4, 6).clone()]
 
 
-def assert_as_plain(program: Program, *, requires_grad: bool = False, versions: bool = False) -> None:
+def assert_as_plain(
+    program: Program, *, requires_grad: bool = False, versions: bool = False, places: Places = PLACES
+) -> None:
     """Run a program of two matrices on plain tensors and on DTensors, and compare what it returns or raises.
 
     Args:
         program: Returns tensors and other values, in lists, tuples and dicts.
         requires_grad: Whether the matrices require grad.
         versions: Whether to compare the version counters of the tensors, too.
+        places: Meshes and placements of the DTensors.
     """
     wanted = _outcome(program, [one.requires_grad_(requires_grad) for one in matrices()], versions)
-    for mesh, placements in PLACES:
+    for mesh, placements in places:
         tensors = [distribute_tensor(one, mesh, placements).requires_grad_(requires_grad) for one in matrices()]
         found = _outcome(program, tensors, versions)
         for one, other in zip(_flat(found), _flat(wanted), strict=True):

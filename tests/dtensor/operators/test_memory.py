@@ -1,12 +1,17 @@
 """Which tensors are one memory: storages, `set_`, `resize_`, and `out` tensors, as plain tensors have it."""
 
+import copy
+
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 from support.plain_programs import PLACES, assert_as_plain, matrices
+from support.states import cluster_mesh
 from torch import nn
 
+import dtckpt
+from dtckpt import Partial, Replicate, Shard
 from dtckpt.dtensor import DTensor, distribute_tensor
 from dtckpt.errors import LayoutError, OperatorError
 
@@ -167,10 +172,47 @@ def test_memory_is_not_handed_out(mesh, placements, name):
         REFUSED[name](x)
 
 
-def test_recurrent_modules_leave_the_memory_of_their_weights():
+def test_recurrent_modules_leave_the_memory_of_their_weights(monkeypatch):
+    """On a GPU they would bring the weights into one piece of memory."""
     module = nn.LSTM(6, 3)
     for name, one in list(module.named_parameters()):
         setattr(module, name, nn.Parameter(distribute_tensor(one, *PLACES[0])))
-    module.flatten_parameters()
-    x = distribute_tensor(matrices()[0], *PLACES[0])
-    assert module(x)[0].shape == (4, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(DTensor, "is_cuda", True, raising=False)
+        patch.setattr(torch.backends.cudnn, "is_acceptable", lambda tensor: True)
+        module.flatten_parameters()
+    assert module(distribute_tensor(matrices()[0], *PLACES[0]))[0].shape == (4, 3)
+
+
+# --- several clients ----------------------------------------------------------------------------------------------
+
+
+def copy_views(x, _):
+    view, source = copy.deepcopy([x.view(-1)[3:15].view(3, 4), x])
+    source.add_(1)
+    other = copy.copy(view).mul_(2)
+    return view, source, other, x, is_alias(view, source)
+
+
+def write_to_saved(x, _):
+    y = x.detach().requires_grad_() * 1
+    result = y.exp()
+    torch._foreach_add_([result.detach()[1]], 1)
+    result.sum().backward()
+
+
+def make_outs(x, _):
+    return [torch.arange(5, out=x.new_empty(0)), torch.exp(x.T, out=x.new_empty(0))]
+
+
+def run_on_clients():
+    mesh = cluster_mesh({"x": 2}, 2, dtckpt.client_id())
+    places = [(mesh, [Replicate()]), (mesh, [Shard(0)]), (mesh, [Shard(1)]), (mesh, [Partial()])]
+    for program in (set_and_write, shrink, shrink_view, copy_views, write_to_saved, make_outs):
+        assert_as_plain(program, places=places)
+    return True
+
+
+@pytest.mark.processes
+def test_programs_on_clients(pool):
+    assert pool.values(run_on_clients, clients=2, group=True) == [True, True]
