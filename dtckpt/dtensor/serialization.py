@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import warn_if_has_hooks
 
 from dtckpt.dtensor.operators import view_tracking
@@ -23,7 +24,10 @@ def reduce(tensor: DTensor) -> tuple[Any, ...]:
     Other views become tensors of their own.
     """
     warn_if_has_hooks(tensor)
-    return rebuild, (type(tensor), tensor.components, *_description(tensor), _attributes(tensor), *_place(tensor))
+    # A view that shares no memory with its source becomes a tensor of its own, whose writes nobody else need count.
+    writes = None if tensor._view is not None else tensor._writes
+    state = *_description(tensor), _attributes(tensor), *_place(tensor), writes
+    return rebuild, (type(tensor), tensor.components, *state)
 
 
 def rebuild(  # noqa: PLR0917  (pickle passes positions)
@@ -36,11 +40,13 @@ def rebuild(  # noqa: PLR0917  (pickle passes positions)
     attributes: dict[str, Any],
     stride: tuple[int, ...] | None = None,
     offset: int | None = None,
+    writes: view_tracking.WriteCounter | None = None,
 ) -> DTensor:
     """Return a tensor, a leaf, from the arguments that `reduce` returned; those of older pickles end before strides."""
     tensor = DTensor.__new__(kind, components, layout, shape, dtype, stride=stride, offset=offset)
     vars(tensor).update(attributes)
     tensor.requires_grad_(requires_grad)
+    tensor._writes = writes
     return tensor
 
 
@@ -63,10 +69,17 @@ def deepcopy(tensor: DTensor, memo: dict[Any, Any]) -> DTensor:
     if not tensor.is_leaf:
         raise OperatorError("copy.deepcopy copies leaves only; got a DTensor that was computed; detach or clone it")
     if id(tensor) not in memo:
-        components = tuple(copy.deepcopy(component.detach(), memo) for component in tensor.components)
         attributes = copy.deepcopy(_attributes(tensor), memo)
-        duplicate = rebuild(type(tensor), components, *_description(tensor), attributes, *_place(tensor))
-        _share_again(tensor, duplicate, memo)
+        if isinstance(tensor, nn.Parameter):
+            # As of plain tensors: the copy of a parameter shares memory with no other copy.
+            cloned: Any = tensor.detach().clone()
+            components, place = cloned.components, _place(cloned)
+        else:
+            components = tuple(copy.deepcopy(component.detach(), memo) for component in tensor.components)
+            place = _place(tensor)
+        duplicate = rebuild(type(tensor), components, *_description(tensor), attributes, *place)
+        if not isinstance(tensor, nn.Parameter):
+            _share_again(tensor, duplicate, memo)
         if tensor.grad is not None:
             duplicate.grad = copy.deepcopy(tensor.grad, memo)
         memo[id(tensor)] = duplicate
@@ -99,5 +112,6 @@ def _attributes(tensor: DTensor) -> dict[str, Any]:
     return {name: value for name, value in vars(tensor).items() if name not in DTensor.__annotations__}
 
 
-SAFE_GLOBALS = (rebuild, layout_of_parts, mesh_of_bytes, Partial, Replicate, Shard, _StridedShard)
+_COUNTER = view_tracking.WriteCounter
+SAFE_GLOBALS = (rebuild, _COUNTER, layout_of_parts, mesh_of_bytes, Partial, Replicate, Shard, _StridedShard)
 """Names that files of tensors, layouts and meshes refer to, beside the tensor classes; all are safe to load."""

@@ -147,6 +147,8 @@ def test_copies_of_modules_with_views():
             self.register_buffer("whole", x)
             self.register_buffer("rows", x[1:])
             self.register_buffer("flat", x.view(-1)[2:14])
+            self.register_buffer("part", self.weight.data.view(-1)[2:9])
+            self.turned = nn.Parameter(self.weight.data.T)
 
     def program(x, _):
         module = Module(x)
@@ -154,7 +156,8 @@ def test_copies_of_modules_with_views():
         other.whole.add_(1)
         other.flat.mul_(3)
         other.rows[0] = 7
-        return other.tied is other.weight, list(other.buffers()), list(module.buffers())
+        other.weight.data.add_(1)
+        return other.tied is other.weight, list(other.parameters()), list(other.buffers()), list(module.buffers())
 
     assert_as_plain(program)
 
@@ -170,11 +173,14 @@ def test_strides_and_offsets_come_back(way):
 
 def test_files_keep_memory_that_components_share():
     """A view whose values had to move becomes a tensor of its own."""
-    tensor = placed(ROWS)
-    turned, rows, source = by_torch([tensor.T, tensor[1:], tensor])
+    tensor = placed(Layout([UNSHARDED, "x"], MESH))
+    turned, columns, source = by_torch([tensor.T, tensor[:, 1:], tensor])
     source.add_(1)
     assert torch.equal(turned.full_tensor(), WHOLE.T + 1)
-    assert torch.equal(rows.full_tensor(), WHOLE[1:])
+    assert torch.equal(columns.full_tensor(), WHOLE[:, 1:])
+    moved = source.view(-1)
+    turned.mul_(2)
+    assert torch.equal(moved.full_tensor(), ((WHOLE + 1) * 2).view(-1))
 
 
 def test_pickles_of_older_releases_are_read():

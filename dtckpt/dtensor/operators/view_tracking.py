@@ -119,6 +119,10 @@ class WriteCounter:
     views: Views = field(default_factory=dict)
     reshaped: Views = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[type[WriteCounter], tuple[()]]:
+        """Pickle as a new counter, the same one for all tensors in a pickle that have the same counter."""
+        return WriteCounter, ()
+
 
 def write_counter(tensor: DTensor) -> WriteCounter:
     """Return the write counter of a tensor, the same object for all tensors that share values with it."""
