@@ -98,6 +98,16 @@ make_wrapper: Any = torch.Tensor._make_wrapper_subclass
 operator_names: Any = _bindings._dispatch_get_all_op_names
 OpOverload: Any = torch._ops.OpOverload
 
+_number_of_modes: Any = _bindings._len_torch_dispatch_stack
+_mode: Any = _bindings._get_dispatch_mode
+_RECORDING: Any = _bindings._TorchDispatchModeKey.PROXY
+
+
+def is_recording() -> bool:
+    """Whether ``make_fx`` records operators, as ``torch.func.linearize`` has it do."""
+    return _number_of_modes() > 0 and _mode(_RECORDING) is not None
+
+
 current_graph_task: Any = _bindings._current_graph_task_id
 """Returns the number of the backward pass that runs in this thread; -1 outside of one."""
 dynamo: Any = _bindings._dynamo.eval_frame
@@ -111,14 +121,29 @@ gradient_clipping: Any = torch.nn.utils.clip_grad
 """Its functions ``_get_total_norm`` and ``_clip_grads_with_norm_`` are public under names without underscore."""
 lbfgs: Any = torch.optim.LBFGS
 """Its methods ``_gather_flat_grad`` and ``_add_grad`` make one vector of all gradients, and add one to parameters."""
+to_dlpack: Any = _bindings._to_dlpack
 rebuild_tensor_v2: Any = torch._utils._rebuild_tensor_v2
 """What files of ``torch.save`` name to make a tensor; `rebuild_tensor_v3` is for dtypes that have no storage class."""
 rebuild_tensor_v3: Any = torch._utils._rebuild_tensor_v3
 
 
+set_storage: Any = torch._functionalize_unsafe_set
+"""Gives a tensor the storage of another one; its sizes, strides and offset stay."""
+
+
+def _storage_of(tensor: torch.Tensor) -> Any:
+    # By the base class: a tensor without memory of its own may refuse to hand out its storage.
+    return _bindings.TensorBase.untyped_storage(tensor)
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Return a number that the tensors of one storage share, and no others; a storage may have no memory."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(_storage_of(tensor)._cdata)
+
+
+def storage_nbytes(tensor: torch.Tensor) -> int:
+    """Return the size of a tensor's storage, in bytes, also of one that has no memory."""
+    return int(_storage_of(tensor).nbytes())
 
 
 def cached_global_plans(changed: Sequence[Any]) -> Sequence[Any] | None:

@@ -6,8 +6,10 @@ import copy
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import warn_if_has_hooks
 
+from dtckpt.dtensor.operators import view_tracking
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import OperatorError
 from dtckpt.layout.layout import Layout, layout_of_parts
@@ -16,10 +18,16 @@ from dtckpt.layout.placement import Partial, Replicate, Shard, _StridedShard
 
 
 def reduce(tensor: DTensor) -> tuple[Any, ...]:
-    """Return a function and its arguments for `pickle` and `copy.copy`; as in PyTorch, without hooks and gradient."""
+    """Return a function and its arguments for `pickle`; as in PyTorch, without hooks and gradient.
+
+    Views whose components share memory with those of their source share it again where PyTorch's plain tensors do.
+    Other views become tensors of their own.
+    """
     warn_if_has_hooks(tensor)
-    state = tensor.layout, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-    return rebuild, (type(tensor), tensor.components, *state, _attributes(tensor))
+    # A view that shares no memory with its source becomes a tensor of its own, whose writes nobody else need count.
+    writes = None if tensor._view is not None else tensor._writes
+    state = *_description(tensor), _attributes(tensor), *_place(tensor), writes
+    return rebuild, (type(tensor), tensor.components, *state)
 
 
 def rebuild(  # noqa: PLR0917  (pickle passes positions)
@@ -30,16 +38,30 @@ def rebuild(  # noqa: PLR0917  (pickle passes positions)
     dtype: torch.dtype,
     requires_grad: bool,
     attributes: dict[str, Any],
+    stride: tuple[int, ...] | None = None,
+    offset: int | None = None,
+    writes: view_tracking.WriteCounter | None = None,
 ) -> DTensor:
-    """Return a tensor, a leaf, from the arguments that `reduce` returned."""
-    tensor = DTensor.__new__(kind, components, layout, shape, dtype)
+    """Return a tensor, a leaf, from the arguments that `reduce` returned; those of older pickles end before strides."""
+    tensor = DTensor.__new__(kind, components, layout, shape, dtype, stride=stride, offset=offset)
     vars(tensor).update(attributes)
     tensor.requires_grad_(requires_grad)
+    tensor._writes = writes
     return tensor
 
 
-def deepcopy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
-    """Return a deep copy, gradient included. Copies of components that share memory share it again.
+def shallow_copy(tensor: DTensor) -> DTensor:
+    """Return a tensor with the same memory, for `copy.copy`; as in PyTorch, without hooks and gradient."""
+    warn_if_has_hooks(tensor)
+    alias = view_tracking.alias_of(tensor)
+    duplicate = rebuild(type(tensor), alias._components, *_description(tensor), _attributes(tensor), *_place(tensor))
+    view_tracking.share_writes(duplicate, tensor)
+    duplicate._view = alias._view
+    return duplicate
+
+
+def deepcopy(tensor: DTensor, memo: dict[Any, Any]) -> DTensor:
+    """Return a deep copy, gradient included. Copies of tensors that share memory or values share them again.
 
     Raises:
         OperatorError: The tensor was computed.
@@ -47,9 +69,17 @@ def deepcopy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
     if not tensor.is_leaf:
         raise OperatorError("copy.deepcopy copies leaves only; got a DTensor that was computed; detach or clone it")
     if id(tensor) not in memo:
-        components = tuple(copy.deepcopy(component.detach(), memo) for component in tensor.components)
-        state = tensor.layout, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
-        duplicate = rebuild(type(tensor), components, *state, copy.deepcopy(_attributes(tensor), memo))
+        attributes = copy.deepcopy(_attributes(tensor), memo)
+        if isinstance(tensor, nn.Parameter):
+            # As of plain tensors: the copy of a parameter shares memory with no other copy.
+            cloned: Any = tensor.detach().clone()
+            components, place = cloned.components, _place(cloned)
+        else:
+            components = tuple(copy.deepcopy(component.detach(), memo) for component in tensor.components)
+            place = _place(tensor)
+        duplicate = rebuild(type(tensor), components, *_description(tensor), attributes, *place)
+        if not isinstance(tensor, nn.Parameter):
+            _share_again(tensor, duplicate, memo)
         if tensor.grad is not None:
             duplicate.grad = copy.deepcopy(tensor.grad, memo)
         memo[id(tensor)] = duplicate
@@ -57,10 +87,31 @@ def deepcopy(tensor: DTensor, memo: dict[int, Any]) -> DTensor:
     return result
 
 
+def _share_again(tensor: DTensor, duplicate: DTensor, memo: dict[Any, Any]) -> None:
+    """Have the copy of a tensor share values with the copies of the tensors that share values with it."""
+    if tensor._writes is None:
+        return
+    first = memo.setdefault(("values of", id(tensor._writes)), duplicate)
+    if first is not duplicate:
+        view_tracking.share_writes(duplicate, first)
+    if tensor._view is not None:
+        duplicate._view = tensor._view.on(copy.deepcopy(tensor._view.source, memo))
+
+
+def _description(tensor: DTensor) -> tuple[Layout, tuple[int, ...], torch.dtype, bool]:
+    return tensor.layout, tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+
+
+def _place(tensor: DTensor) -> tuple[tuple[int, ...], int]:
+    """Return strides and storage offset."""
+    return tensor.stride(), int(tensor.storage_offset())
+
+
 def _attributes(tensor: DTensor) -> dict[str, Any]:
     """Return the attributes that the program, or ``nn.Parameter``, has set on a tensor."""
     return {name: value for name, value in vars(tensor).items() if name not in DTensor.__annotations__}
 
 
-SAFE_GLOBALS = (rebuild, layout_of_parts, mesh_of_bytes, Partial, Replicate, Shard, _StridedShard)
+_COUNTER = view_tracking.WriteCounter
+SAFE_GLOBALS = (rebuild, _COUNTER, layout_of_parts, mesh_of_bytes, Partial, Replicate, Shard, _StridedShard)
 """Names that files of tensors, layouts and meshes refer to, beside the tensor classes; all are safe to load."""

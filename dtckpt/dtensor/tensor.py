@@ -48,6 +48,8 @@ class DTensor(torch.Tensor):
         shape: Global shape.
         dtype: Dtype of the components.
         device: The device of a tensor without components on this client; default the host.
+        stride: Strides of the global tensor; default those of a contiguous one.
+        offset: Storage offset of the global tensor; only with ``stride``.
     """
 
     _components: tuple[torch.Tensor, ...]
@@ -77,12 +79,20 @@ class DTensor(torch.Tensor):
         dtype: torch.dtype,
         *,
         device: torch.device | None = None,
+        stride: Sequence[int] | None = None,
+        offset: int | None = None,
     ) -> DTensor:
         # On a client outside the mesh there is no component to tell the device.
         device = components[0].device if components else device or torch.device("cpu")
         # The wrapper has sizes and strides but no memory: the values are in the components alone.
         wrapper: DTensor = torch_private.make_wrapper(
-            cls, tuple(shape), dtype=dtype, device=device, _extra_dispatch_keys=KEYS
+            cls,
+            tuple(shape),
+            strides=stride,
+            storage_offset=offset,
+            dtype=dtype,
+            device=device,
+            _extra_dispatch_keys=KEYS,
         )
         wrapper._components = tuple(components)
         wrapper._layout = layout
@@ -141,9 +151,7 @@ class DTensor(torch.Tensor):
             raise LayoutTypeError(f"the data of a DTensor is a DTensor; got {type(tensor).__name__}")
         _DATA.__set__(self, tensor)
         # Both share memory from now on, so they share the write counter too.
-        alias = view_tracking.alias_of(tensor)
-        self._components, self._layout, self._spec = alias._components, alias._layout, None
-        self._view, self._writes = alias._view, alias._writes
+        view_tracking.become_alias(self, tensor)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -348,6 +356,9 @@ class DTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return serialization.reduce(self)
 
+    def __copy__(self) -> DTensor:
+        return serialization.shallow_copy(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         return serialization.deepcopy(self, memo)
 
@@ -391,7 +402,23 @@ class DTensor(torch.Tensor):
         return all(component.is_shared() for component in self.components)  # type: ignore[no-untyped-call]  # as above
 
     def __dlpack__(self, **options: Any) -> Any:
-        raise OperatorError("DLPack: a DTensor has no memory of its own to hand out; to_local returns a component")
+        raise without_memory("DLPack")
+
+    def data_ptr(self) -> int:
+        """Refuse, as all DTensors would have the address 0. Raises: OperatorError, always."""
+        raise without_memory("data_ptr")
+
+    def const_data_ptr(self) -> int:
+        """As `data_ptr`."""
+        raise without_memory("const_data_ptr")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Refuse, as PyTorch would read from and write to memory that is not there. Raises: OperatorError, always."""
+        raise without_memory("untyped_storage")
+
+    def storage(self) -> torch.TypedStorage:
+        """As `untyped_storage`."""
+        raise without_memory("storage")
 
     def apply_(self, callable: Callable[..., Any]) -> Any:  # noqa: A002, ARG002  (PyTorch's name; there is no way)
         """Refuse, as PyTorch would write to memory that a DTensor does not have.
@@ -425,6 +452,14 @@ class DTensor(torch.Tensor):
 
     def _repr_svg_(self) -> str | None:
         return drawn(Subject(self._layout, tuple(self.shape)), f"{type(self).__name__} of {self.dtype}")
+
+
+def without_memory(what: str) -> OperatorError:
+    """Return the error of a function that needs a tensor's memory as one piece."""
+    return OperatorError(
+        f"{what}: a DTensor has no memory of its own to hand out; to_local returns a component, full_tensor all "
+        "values, and is_set_to tells whether two tensors are the same memory"
+    )
 
 
 @overload

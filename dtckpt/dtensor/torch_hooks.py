@@ -21,8 +21,9 @@ from dtckpt.comm.torch_private import (
     foreach_types_of_optimizers,
     functional_collectives,
     masked_ops,
+    to_dlpack,
 )
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensor import DTensor, without_memory
 from dtckpt.dtensor.torch_compile import keep_from_tracing, traced
 from dtckpt.layout.mesh import Mesh
 
@@ -39,6 +40,8 @@ _IS_FOR_BOTH = "_is_for_plain_tensors_and_dtensors"
 _UNWRAP = "_unwrap_dtensor_for_comparison"
 """PyTorch 2.11 lacks this function, and compares DTensors by operators, as it compares those in lists."""
 _unwrapped: Any = getattr(comparison, _UNWRAP, None)
+
+_flatten_parameters: Any = torch.nn.RNNBase.flatten_parameters
 
 _resolve_group: Any = getattr(functional_collectives, RESOLVE_GROUP)
 
@@ -139,6 +142,21 @@ def _would_nest(encoder: torch.nn.TransformerEncoder, src: torch.Tensor, padded:
     return not (getattr(encoder, "mask_check", True) and bool(has_gaps))
 
 
+@wraps(to_dlpack)
+def _to_capsule(tensor: torch.Tensor) -> Any:
+    """Return the capsule of a plain tensor's memory; PyTorch would return one of memory that is not there."""
+    if isinstance(tensor, DTensor):
+        raise without_memory("DLPack")
+    return to_dlpack(tensor)
+
+
+@wraps(_flatten_parameters)
+def _flatten_plain_parameters(module: torch.nn.RNNBase) -> None:
+    """Bring the weights of a recurrent module into one piece of memory, which is for plain tensors alone."""
+    if not any(isinstance(weight, DTensor) for weight in module._flat_weights):
+        _flatten_parameters(module)
+
+
 @wraps(_add_param_group)
 def _add_parameters(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
     """Add parameters to an optimizer; with the first DTensor, replace the step of its class by `_step_of_both`."""
@@ -181,6 +199,10 @@ def install() -> None:
     _pair._check_supported = _check_supported_layout
     setattr(functional_collectives, RESOLVE_GROUP, _resolve_mesh)
     torch.nn.TransformerEncoder.forward = _encode_padded  # type: ignore[assignment, method-assign]
+    namespaces: tuple[Any, ...] = torch, torch.utils.dlpack
+    for namespace in namespaces:
+        namespace.to_dlpack = _to_capsule
+    torch.nn.RNNBase.flatten_parameters = _flatten_plain_parameters  # type: ignore[assignment, method-assign]
     torch.optim.Optimizer.add_param_group = _add_parameters  # type: ignore[assignment, method-assign]
     foreach_types: tuple[list[Any], ...] = (foreach_types_of_optimizers, foreach_types_of_gradients)
     for types in foreach_types:

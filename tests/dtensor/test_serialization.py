@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.plain_programs import assert_as_plain
 from support.states import cluster_mesh
 from torch import nn
 
@@ -99,6 +100,92 @@ def test_shallow_copies_share_memory_and_deep_ones_do_not():
     assert tied[0] is tied[1]
     assert not {part.data_ptr() for part in unpack(tied[0])} & set(pointers)
     assert tied[2].data_ptr() == unpack(tied[0])[0].data_ptr()
+
+
+VIEWS = {
+    "row": lambda x: x[1],
+    "rows": lambda x: x[1:],
+    "flat": lambda x: x.view(-1),
+    "turned": lambda x: x.T,
+    "column": lambda x: x[:, 2],
+    "steps": lambda x: x[::2, 1::3],
+    "part of flat": lambda x: x.view(-1)[3:15].view(3, 4),
+    "diagonal": lambda x: x.diagonal(),
+    "windows": lambda x: x.unfold(0, 2, 1)[0],
+    "of turned": lambda x: x.T.view(3, 2, 4)[1],
+    "part of split": lambda x: x.split(3)[1],
+    "detached": torch.detach,
+}
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda pair: list(map(copy.copy, pair))], ids=["deep", "shallow"])
+@pytest.mark.parametrize("is_first", [True, False], ids=["view first", "source first"])
+@pytest.mark.parametrize("name", VIEWS)
+def test_copies_of_views_are_views(name, way, is_first):
+    """Writes to one copy reach the other, and reach the originals only if the copies are shallow."""
+
+    def program(x, _):
+        pair = [VIEWS[name](x), x]
+        copied = way(pair if is_first else pair[::-1])
+        view, source = copied if is_first else copied[::-1]
+        places = [(one.stride(), one.storage_offset()) for one in (view, source)]
+        source.add_(1)
+        seen = view.clone()
+        view.mul_(2)
+        again = copy.deepcopy(view)
+        view.select(0, 0).zero_()
+        return places, seen, view, source, again, pair, torch._C._is_alias_of(view, source)
+
+    assert_as_plain(program)
+
+
+def test_copies_of_modules_with_views():
+    class Module(nn.Module):
+        def __init__(self, x):
+            super().__init__()
+            self.weight = self.tied = nn.Parameter(x.clone())
+            self.register_buffer("whole", x)
+            self.register_buffer("rows", x[1:])
+            self.register_buffer("flat", x.view(-1)[2:14])
+            self.register_buffer("part", self.weight.data.view(-1)[2:9])
+            self.turned = nn.Parameter(self.weight.data.T)
+
+    def program(x, _):
+        module = Module(x)
+        other = copy.deepcopy(module)
+        other.whole.add_(1)
+        other.flat.mul_(3)
+        other.rows[0] = 7
+        other.weight.data.add_(1)
+        return other.tied is other.weight, list(other.parameters()), list(other.buffers()), list(module.buffers())
+
+    assert_as_plain(program)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_strides_and_offsets_come_back(way):
+    def program(x, _):
+        views = [x.T, x[1:], x[:, ::2], x.view(-1)[3:9], x[0].expand(2, 6)]
+        return [way(one.detach()) for one in views] if way is not copy.deepcopy else way(views)
+
+    assert_as_plain(program)
+
+
+def test_files_keep_memory_that_components_share():
+    """A view whose values had to move becomes a tensor of its own."""
+    tensor = placed(Layout([UNSHARDED, "x"], MESH))
+    turned, columns, source = by_torch([tensor.T, tensor[:, 1:], tensor])
+    source.add_(1)
+    assert torch.equal(turned.full_tensor(), WHOLE.T + 1)
+    assert torch.equal(columns.full_tensor(), WHOLE[:, 1:])
+    moved = source.view(-1)
+    turned.mul_(2)
+    assert torch.equal(moved.full_tensor(), ((WHOLE + 1) * 2).view(-1))
+
+
+def test_pickles_of_older_releases_are_read():
+    rebuild, state = placed(ROWS).__reduce_ex__(2)
+    assert_same(rebuild(*state[:7]), placed(ROWS))
 
 
 def test_deep_copies_have_the_gradient_and_pickles_have_not():

@@ -46,7 +46,7 @@ from dtckpt.dtensor.operators.registry import BY_INDEX, COMPOSITES, PLANNERS, bu
 from dtckpt.dtensor.operators.strategy import choose_layouts
 from dtckpt.dtensor.operators.tensor_spec import spec_of
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.errors import ClientFailedError, DtckptError, capped
+from dtckpt.errors import ClientFailedError, DtckptError, OperatorError, capped
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.redistribution import execute
@@ -82,10 +82,16 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         MeshMismatchError: DTensors are on different meshes; of lists, those at one index.
         LayoutError: An operator would change the shape of a tensor it writes to.
         ReplicaMismatchError: A plain tensor beside DTensors differs between clients.
+        OperatorError: ``make_fx`` records operators.
     """
-    if torch.is_inference_mode_enabled() and _is_view_of_normal_tensor(func, args):
-        # PyTorch gives such a view the version counter of its source. A result made in inference mode can have none.
-        with torch.inference_mode(mode=False), torch.no_grad():
+    if torch_private.is_recording():
+        raise OperatorError(
+            f"operator {func}: got a DTensor while make_fx records operators, as for torch.func.linearize, expected "
+            "plain tensors: the graph would keep components as constants; torch.func.jvp takes DTensors"
+        )
+    if signature_of(func).is_view and _is_of_other_mode(args[0]):
+        # A view has the version counter of its source. Tensors that are made in inference mode have none.
+        with torch.inference_mode(mode=not torch.is_inference_mode_enabled()), torch.no_grad():
             return dispatch(func, args, kwargs)
     key: list[Any] = [id(func)]  # Operators live as long as the process, and an int hashes faster.
     tensors: list[DTensor] = []
@@ -109,9 +115,9 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         raise
 
 
-def _is_view_of_normal_tensor(func: Operator, args: Sequence[Any]) -> bool:
-    """Whether an operator views a tensor that was made outside inference mode."""
-    return signature_of(func).is_view and isinstance(args[0], torch.Tensor) and not args[0].is_inference()
+def _is_of_other_mode(value: Any) -> bool:
+    """Whether a value is a tensor that was made in inference mode while that is off, or outside while it is on."""
+    return isinstance(value, torch.Tensor) and value.is_inference() != torch.is_inference_mode_enabled()
 
 
 class _Texts:

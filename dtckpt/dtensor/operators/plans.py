@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.comm.torch_private import tree_leaves, tree_map_only
 from dtckpt.dtensor.operators import view_tracking
 from dtckpt.dtensor.operators.call import (
@@ -262,7 +263,7 @@ class RulePlan:
             # A component may have had to be copied, as where its strides do not allow the view. Clients may differ in
             # this, since nothing is exchanged for such a view.
             if may_share and (not self._may_copy or view_tracking.share_memory(result, source)):
-                view_tracking.share_writes(result, source)
+                view_tracking.share_writes(result, source, is_detached=self.func is torch.ops.aten.detach.default)
                 continue
             call = Call(self.func, tuple(args), kwargs)
             local = self._local_view(args, kwargs) if self._is_local else None
@@ -416,6 +417,14 @@ class CompositePlan:
         return []
 
 
+def become(tensor: DTensor, source: DTensor) -> None:
+    """Give a tensor the shape, strides, storage, layout and components of another one."""
+    # On the wrapper, which has no values: it changes the sizes and strides that PyTorch sees.
+    with no_dispatch():
+        torch.ops.aten.set_.source_Tensor(tensor, source)
+    view_tracking.become_alias(tensor, source)
+
+
 class WriteResultPlan:
     """Compute an operator's result, and write it to the first argument or to ``out``, whose layout stays.
 
@@ -430,6 +439,7 @@ class WriteResultPlan:
         self.func = call.func
         self._functional = functional
         self._written = signature.written
+        self._is_out = signature.written[0] != signature.names[0]
         arguments = functional._schema.arguments
         self._positional = [one.name for one in arguments if not one.kwarg_only]
         self._by_name = [one.name for one in arguments if one.kwarg_only]
@@ -445,12 +455,17 @@ class WriteResultPlan:
             *(call[name] for name in self._positional), **{name: call[name] for name in self._by_name}
         )
         for target, value in zip(targets, tensors_in([result]), strict=True):
-            # Only an empty ``out`` may change its shape.
-            if tuple(value.shape) != tuple(target.shape):
-                self._resize(target, value, args, kwargs, tensors)
-                continue
+            is_same_shape = tuple(value.shape) == tuple(target.shape)
+            # Only an ``out`` tensor without memory may change its shape.
+            if not is_same_shape and (not self._is_out or torch_private.storage_nbytes(target)):
+                if not self._is_out:
+                    run_on_meta(self.func, args, kwargs, tensors)  # PyTorch's own error, if it has one
+                raise _shape_error(self.func, target, value)
             if not torch.can_cast(value.dtype, target.dtype):
                 raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
+            if not is_same_shape:
+                become(target, value.to(target.dtype))
+                continue
             with torch.no_grad():
                 write_into(value, target)
             finish_write(target)
@@ -460,23 +475,12 @@ class WriteResultPlan:
             return targets[0] if count == 1 else tuple(targets[:count])
         return call[self._written[0]] if count else None
 
-    def _resize(self, target: DTensor, value: DTensor, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> None:
-        """Give an empty ``out`` tensor the shape, layout and values of the result.
 
-        Raises:
-            LayoutError: The tensor has elements, or is not passed as ``out``.
-        """
-        is_out = self._written[0] != signature_of(self.func).names[0]
-        if not is_out:
-            run_on_meta(self.func, args, kwargs, tensors)  # PyTorch's own error, if it has one
-        if not is_out or target.numel() or target.dtype != value.dtype:
-            raise LayoutError(
-                f"operator {self.func} writes to a DTensor of shape {tuple(target.shape)}, and shape stays; got a "
-                f"result of shape {tuple(value.shape)} and {value.dtype}"
-            )
-        with no_dispatch():
-            target.resize_(value.shape)
-        target._components, target._layout, target._spec, target._view = value.components, value._layout, None, None
+def _shape_error(func: Operator, target: DTensor, value: torch.Tensor) -> LayoutError:
+    return LayoutError(
+        f"operator {func} writes to a DTensor of shape {tuple(target.shape)}, and shape stays; got a result of shape "
+        f"{tuple(value.shape)} and {value.dtype}"
+    )
 
 
 class ReplicationPlan:
@@ -518,13 +522,24 @@ class ReplicationPlan:
             components = [operand.components[device] for operand in operands]
             local_args, local_kwargs = replace_tensors(args, kwargs, components)
             outputs.append(self._local(*local_args, **local_kwargs))
-        # Every device has written to a replicated copy of a target: bring it back to the target's layout.
         for tensor, operand in zip(tensors, operands, strict=True):
             if any(tensor is target for target in targets):
-                if operand is not tensor:
-                    write_into(operand, tensor)
-                finish_write(tensor)
+                self._write_back(operand, tensor)
         return self._wrap_all(outputs, call, tensors, operands)
+
+    def _write_back(self, operand: DTensor, target: DTensor) -> None:
+        """Bring a replicated copy of a target, to which every device has written, back to the target's layout."""
+        written = operand._components[0]
+        if written.shape != target.shape:
+            if torch_private.storage_nbytes(target):
+                raise _shape_error(self.func, target, written)
+            layout = replicated_layout(target.device_mesh, written.ndim)
+            spec = intern_spec(layout, tuple(written.shape), written.stride(), written.dtype)
+            become(target, wrap_components(operand._components, spec))
+            return
+        if operand is not target:
+            write_into(operand, target)
+        finish_write(target)
 
     def _wrap_all(
         self, outputs: Sequence[Any], call: Call, tensors: Sequence[DTensor], operands: Sequence[DTensor]
@@ -602,9 +617,5 @@ class InplaceViewPlan:
         # The view is one of an alias: the tensor itself becomes the view, and must not be its own source.
         with torch.no_grad():
             view = self._functional(view_tracking.alias_of(tensor), *args[1:], **kwargs)
-        # On the wrapper, which has no values: it changes the sizes and strides that PyTorch sees.
-        with no_dispatch():
-            self.func(*args, **kwargs)
-        tensor._components, tensor._layout, tensor._spec = view.components, view._layout, None
-        tensor._view, tensor._writes = view._view, view._writes
+        become(tensor, view)
         return tensor

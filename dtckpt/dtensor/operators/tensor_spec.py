@@ -90,6 +90,7 @@ def with_stride(tensor: DTensor, stride: tuple[int, ...]) -> DTensor:
     )
     result._pending, result._is_async = tensor._pending, tensor._is_async
     result._view, result._writes = tensor._view, tensor._writes
+    torch_private.set_storage(result, tensor)
     return result
 
 

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.derived_layouts import gradient_layout
 from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, tensors_in
 from dtckpt.dtensor.operators.operands import to_layouts, to_replicated, unshare, write_into
@@ -76,6 +77,11 @@ class View:
         """Return the one of the operator's results that is the view."""
         return results if self.number is None else results[self.number]
 
+    def on(self, source: DTensor) -> View:
+        """Return the same view of a copy of the source, which has the same values."""
+        count = write_counter(source).count
+        return replace(self, source=source, args=(source, *self.args[1:]), count=count)
+
     def refresh(self, tensor: DTensor) -> None:
         """Compute the components of the view again if somebody wrote to the source since.
 
@@ -114,6 +120,10 @@ class WriteCounter:
     views: Views = field(default_factory=dict)
     reshaped: Views = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[type[WriteCounter], tuple[()]]:
+        """Pickle as a new counter, the same one for all tensors in a pickle that have the same counter."""
+        return WriteCounter, ()
+
 
 def write_counter(tensor: DTensor) -> WriteCounter:
     """Return the write counter of a tensor, the same object for all tensors that share values with it."""
@@ -140,10 +150,18 @@ def have_one_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def share_writes(view: DTensor, source: DTensor) -> None:
-    """Give a view the write counter of its source, whose memory it shares."""
+def share_writes(view: DTensor, source: DTensor, *, is_detached: bool = False) -> None:
+    """Give a view the write counter and the storage of its source, whose values it shares.
+
+    Args:
+        view: The view.
+        source: The source.
+        is_detached: Whether autograd does not know the view.
+    """
     counter = view._writes = write_counter(source)
-    if torch.is_grad_enabled():
+    torch_private.set_storage(view, source)
+    # Not of parameters, which are detached: PyTorch swaps the values of tensors that have no weak references.
+    if torch.is_grad_enabled() and not is_detached:
         _remember(counter.views, view)
 
 
@@ -268,7 +286,15 @@ def alias_of(tensor: DTensor, offset: int | None = None) -> DTensor:
     # A copy: the alias and the tensor are refreshed separately, and each `View` counts for its own components.
     alias._view = None if tensor._view is None else replace(tensor._view)
     alias._writes = write_counter(tensor)
+    torch_private.set_storage(alias, tensor)
     return alias
+
+
+def become_alias(tensor: DTensor, source: DTensor) -> None:
+    """Give a tensor components, layout and write counter of another one, of whose shape and storage it is already."""
+    alias = alias_of(source)
+    tensor._components, tensor._layout, tensor._spec = alias._components, alias._layout, None
+    tensor._view, tensor._writes = alias._view, alias._writes
 
 
 def differentiable_alias(tensor: DTensor) -> DTensor:

@@ -79,6 +79,9 @@ from dtckpt.dtensor.operators.rules import (
     matmul as matmul,
 )
 from dtckpt.dtensor.operators.rules import (
+    memory as memory,
+)
+from dtckpt.dtensor.operators.rules import (
     minmax as minmax,
 )
 from dtckpt.dtensor.operators.rules import (

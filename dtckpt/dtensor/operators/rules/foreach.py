@@ -77,6 +77,8 @@ class ForeachPlan:
         is_scaled = "grad_scale" not in call or call["grad_scale"] is not None
         names = [name for name in signature.written if is_scaled or name != "grads"]
         self._written = tuple(position for name in names for position in positions.get(name, ()))
+        # PyTorch counts the writes of these operators tensor by tensor, and those of fused steps not at all.
+        self._raises_versions = call.func.name().startswith("aten::_foreach_")
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
@@ -98,9 +100,8 @@ class ForeachPlan:
             if moved[position] is not tensors[position]:
                 write_into(moved[position], tensors[position])
             finish_write(tensors[position])
-            # The kernels of lists do this themselves, for tensors that have memory.
-            if not tensors[position].is_inference():
-                torch.autograd.graph.increment_version(tensors[position])
+        if self._raises_versions:
+            torch.autograd.graph.increment_version([tensors[position] for position in self._written])
         return None
 
     def _are_written_twice(self, tensors: Sequence[DTensor]) -> bool:
