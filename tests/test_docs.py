@@ -90,6 +90,13 @@ def test_every_guarantee_names_a_test():
         assert f"def {name}(" in (ROOT / file).read_text(), (file, name)
 
 
+def test_every_defect_of_the_track_record_names_a_test():
+    rows = re.findall(r"^\| .* \| .* \| .* \| `(.*)::(.*)` \|$", (DOCS / "track_record.md").read_text(), re.M)
+    assert len(rows) > 30
+    for file, name in rows:
+        assert f"def {name}(" in (ROOT / file).read_text(), (file, name)
+
+
 def test_pictures_are_what_their_programs_draw():
     for folder, pictures in ((DOCS, plot_overview.PICTURES), (DOCS / "pictures", plot_concepts.PICTURES)):
         for name, picture in pictures.items():

@@ -284,6 +284,19 @@ def test_operators_on_lists_that_write_twice():
     assert torch.equal(ours.full_tensor(), plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bfloat16])
+@pytest.mark.parametrize("count", [None, 0, 1, 3])
+@pytest.mark.parametrize("increasing", [False, True])
+def test_vander(dtype, count, increasing):
+    whole, ours = pair(4, dtype=dtype)
+    assert_same(torch.vander(ours, count, increasing), torch.vander(whole, count, increasing))
+
+
+def test_one_hot():
+    whole, ours = pair(2, 3, dtype=torch.int64)
+    assert_same(torch.nn.functional.one_hot(ours.t(), 6), torch.nn.functional.one_hot(whole.t(), 6))
+
+
 def test_sparse_results_have_no_strides():
     whole, ours = pair(3, 4)
     assert torch.equal(ours.to_sparse().full_tensor().to_dense(), whole)
