@@ -20,9 +20,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import dtckpt
 from dtckpt import Layout, Mesh, interop
 from dtckpt.dtensor import DTensor, Shard, distribute_module, distribute_tensor
-from dtckpt.dtensor.torch_interop import layout_of
 from dtckpt.errors import DtckptError
 from dtckpt.layout import torch_device_mesh
+from dtckpt.layout.layout import Layout
 from support.states import packed
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -260,7 +260,7 @@ def faults_of_sharing(rank_count: int = 4) -> list[str]:
         (grid["dp"], (), (Replicate(),)),
     ):
         values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-        local = packed(values, layout_of(Mesh.from_device_mesh(mesh), placements, len(shape)))
+        local = packed(values, Layout.from_placements(Mesh.from_device_mesh(mesh), placements, len(shape)))
         given = interop.to_torch(local)
         back = interop.from_torch(given)
         facts = given.device_mesh is mesh, given.placements == placements, back.layout == local.layout
@@ -311,7 +311,7 @@ def error_of_stale_values(path: str) -> str:
     """Return the error of a backward pass after a restore in place, which needs the values of before."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     weight = nn.Parameter(
-        interop.to_torch(packed(torch.ones(4, 3), layout_of(Mesh.from_device_mesh(mesh), [Shard(0)], 2)))
+        interop.to_torch(packed(torch.ones(4, 3), Layout.from_placements(Mesh.from_device_mesh(mesh), [Shard(0)], 2)))
     )
     dtckpt.save(path, {"w": torch.zeros(4, 3)})
     loss = (weight * weight).sum()

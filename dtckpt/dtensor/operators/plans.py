@@ -141,7 +141,7 @@ class RulePlan:
             self._shifts = [nbytes_before(one) for one in _meta_results(call, self._shapes)] or [0] * len(self._shapes)
         self._makes_copy, self._may_copy = rule.makes_copy, rule.local is not None
         # Whether a view's component follows from the source's component on the same device.
-        self._is_local = self._operands[0] is None and not rule.takes_offsets if self._operands else False
+        self._is_local = bool(self._operands) and self._operands[0] is None and not rule.takes_offsets
         # Arguments that name sizes of the result, as in ``expand``: each device gets the sizes of its component.
         self._local_sizes = [
             (_argument_key(call, name), self._component_shapes(call, result)) for name, result in rule.local_size_args
