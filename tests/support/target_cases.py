@@ -22,7 +22,6 @@ from dtckpt import Layout, Mesh, interop
 from dtckpt.dtensor import DTensor, Shard, distribute_module, distribute_tensor
 from dtckpt.errors import DtckptError
 from dtckpt.layout import torch_device_mesh
-from dtckpt.layout.layout import Layout
 from support.states import packed
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
