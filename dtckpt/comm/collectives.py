@@ -456,7 +456,7 @@ def reduce_terms(result: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op:
     reducer, (first, *others) = REDUCERS[reduce_op], terms
     if result.is_complex() and reduce_op in ("sum", "avg"):
         # PyTorch adds complex numbers times one, which is NaN if a part is infinite, and changes signs of zeros.
-        result, first, *others = (torch.view_as_real(each) for each in (result, first, *others))
+        result, first, *others = (torch.view_as_real(each.resolve_conj()) for each in (result, first, *others))
     if reduce_op in _SIGNLESS_OPS and (signed := SIGNED.get(result.dtype)):
         result, first, others = result.view(signed), first.view(signed), [term.view(signed) for term in others]
     if not others:

@@ -404,14 +404,6 @@ class DTensor(torch.Tensor):
     def __dlpack__(self, **options: Any) -> Any:
         raise without_memory("DLPack")
 
-    def data_ptr(self) -> int:
-        """Refuse, as all DTensors would have the address 0. Raises: OperatorError, always."""
-        raise without_memory("data_ptr")
-
-    def const_data_ptr(self) -> int:
-        """As `data_ptr`."""
-        raise without_memory("const_data_ptr")
-
     def untyped_storage(self) -> torch.UntypedStorage:
         """Refuse, as PyTorch would read from and write to memory that is not there. Raises: OperatorError, always."""
         raise without_memory("untyped_storage")

@@ -25,6 +25,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,13 +132,17 @@ class _Alarms:
 
     def __init__(self, plan: Planner) -> None:
         self._plan = plan
-        self._world = dist.group.WORLD if dist.is_initialized() else None
+        # Weakly, so that the connections of a group end with it.
+        self._world = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
         self._num_seen = 0
         self._open: dict[tuple[Group, int], _Alarm] = {}
         self._next_look = 0.0
 
     def is_current(self) -> bool:
-        return self._world is (dist.group.WORLD if dist.is_initialized() else None)
+        world = None if self._world is None else self._world()
+        return world is (dist.group.WORLD if dist.is_initialized() else None) and (world is None) == (
+            self._world is None
+        )
 
     def look(self, now: float) -> None:
         """Read new alarms, and do what is to be done about all."""
