@@ -139,10 +139,9 @@ class _Alarms:
         self._next_look = 0.0
 
     def is_current(self) -> bool:
-        world = None if self._world is None else self._world()
-        return world is (dist.group.WORLD if dist.is_initialized() else None) and (world is None) == (
-            self._world is None
-        )
+        if self._world is None:
+            return not dist.is_initialized()
+        return dist.is_initialized() and self._world() is dist.group.WORLD
 
     def look(self, now: float) -> None:
         """Read new alarms, and do what is to be done about all."""
