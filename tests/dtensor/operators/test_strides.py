@@ -284,6 +284,18 @@ def test_operators_on_lists_that_write_twice():
     assert torch.equal(ours.full_tensor(), plain)
 
 
+@pytest.mark.parametrize("placement", [S0, R], ids=str)
+def test_operators_on_lists_that_fail_have_written_on_all_devices(placement):
+    """PyTorch writes to the tensors before the one that fails."""
+    (whole, ours), (integers, other) = pair(3, placement=placement), pair(3, dtype=torch.int64)
+    for first, second in ((whole, integers), (ours, other)):
+        with pytest.raises(RuntimeError, match="can't be cast"):
+            torch._foreach_mul_([first, second], 0.5)
+    for component, region in zip(ours.components, map(ours.layout.region, (0, 1), [(3,)] * 2), strict=True):
+        assert torch.equal(component, whole[region.slices()])
+    assert torch.equal(other.full_tensor(), integers)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.bfloat16])
 @pytest.mark.parametrize("count", [None, 0, 1, 3])
 @pytest.mark.parametrize("increasing", [False, True])

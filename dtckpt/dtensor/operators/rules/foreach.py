@@ -90,10 +90,16 @@ class ForeachPlan:
             prepare_write(tensors[position], self.func, tensors)
         moved = to_layouts(tensors, self._targets) if self._moves else tensors
         components = [tensor.components for tensor in moved]
-        outputs = []
+        outputs, error = [], None
         for device in range(len(components[0])):
             local_args, local_kwargs = replace_tensors(args, kwargs, [of_tensor[device] for of_tensor in components])
-            outputs.append(self.func(*local_args, **local_kwargs))
+            try:
+                outputs.append(self.func(*local_args, **local_kwargs))
+            except RuntimeError as failure:
+                # In place, it has written to the tensors before the one that fails: so must all devices.
+                if not self._is_in_place:
+                    raise
+                error = failure
         if not self._is_in_place:
             return self._wrap(outputs, args, kwargs, tensors)
         for position in self._written:
@@ -102,6 +108,8 @@ class ForeachPlan:
             finish_write(tensors[position])
         if self._raises_versions:
             torch.autograd.graph.increment_version([tensors[position] for position in self._written])
+        if error is not None:
+            raise error
         return None
 
     def _are_written_twice(self, tensors: Sequence[DTensor]) -> bool:
