@@ -30,7 +30,14 @@ class Words(Variables):
         """Return a variable for x, or a new input."""
         kind = self.rng.choice(row.kinds)
         try:
-            return self.variable(lambda each: kind_of(each.dtype) == kind and str(each.ndim) in row.ranks)
+            return self.variable(
+                lambda each: (
+                    kind_of(each.dtype) == kind
+                    and str(each.ndim) in row.ranks
+                    # Some operators of PyTorch write to one place several times, and it keeps any of the values.
+                    and not ("out={x}" in row.statement and _is_expanded(each))
+                )
+            )
         except Unfit:
             if self.rng.random() < 0.5:
                 raise
@@ -341,3 +348,8 @@ class Words(Variables):
 
     def _draw_patch(self) -> str:
         return self.of_shape((2, self.x.shape[1], 2, 2))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether some dim has one place in memory for several elements."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
