@@ -45,6 +45,9 @@ NOT_REFUSED = (
 )
 """Texts of errors that plain tensors alone raise. There a program ends, too."""
 
+LAZY_NOT_REFUSED = "more than one element of the written-to tensor refers to a single memory location"
+"""The text of an error that plain tensors alone raise where they are conjugated lazily, as of ``fill_``."""
+
 # Accepted departures, by what docs/departures.md says of them, and how programs keep away from them:
 # * "Tensors that distribute_tensor or a redistribution makes have contiguous strides": the inputs are contiguous.
 # * "A pending sum stays pending through operators that are linear in it", and may give NaN for infinity: all numbers
@@ -145,6 +148,8 @@ def _differences(program: Program, mesh: Mesh) -> Iterator[Difference]:
         if "autograd.grad" in statement.source:
             _take_plain_zeros(plain, ours)
         if any(text in str(error) for text in REFUSED) or any(text in str(expected) for text in NOT_REFUSED):
+            return
+        if is_lazy and LAZY_NOT_REFUSED in str(expected):
             return
         if (expected is None) != (error is None):
             kind = "does not raise" if error is None else "raises"

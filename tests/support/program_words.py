@@ -10,6 +10,9 @@ import torch
 from .program_grammar import COPIES, Row
 from .program_variables import FLOATS, KINDS, OTHERS, Unfit, Variables, kind_of
 
+_UNCHECKED = ("out={x}", "{x}.tril_", "{x}.triu_")
+"""Writes that PyTorch does not always refuse if one place in memory is several elements."""
+
 
 class Words(Variables):
     """Fills templates."""
@@ -35,7 +38,7 @@ class Words(Variables):
                     kind_of(each.dtype) == kind
                     and str(each.ndim) in row.ranks
                     # Some operators of PyTorch write to one place several times, and it keeps any of the values.
-                    and not ("out={x}" in row.statement and _is_expanded(each))
+                    and not (any(text in row.statement for text in _UNCHECKED) and _is_expanded(each))
                 )
             )
         except Unfit:
