@@ -117,11 +117,6 @@ def is_stateful(value: object) -> bool:
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
-def state_of_object(value: Any) -> Any:
-    """Return the state of a stateful object, and any other value itself."""
-    return value.state_dict() if is_stateful(value) else value
-
-
 def mesh_of(value: Any) -> Mesh | None:
     """Return the mesh that a tensor is on; None for a plain tensor."""
     if torch_interop.is_torch_dtensor(value):

@@ -41,6 +41,7 @@ MEMORY_FACTS = ("stride", "offset", "is_contiguous", "channels_last")
 NOT_REFUSED = (
     "some elements of the input tensor and the written-to tensor refer to a single memory location",
     "view_as_real doesn't work on unresolved conjugated tensors",
+    "is not supported for tensors with negative bit set",
     "ZeroTensors are immutable",
 )
 """Texts of errors that plain tensors alone raise. There a program ends, too."""

@@ -3,92 +3,55 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from dtckpt.checkpoint.leaves import (
     Leaf,
     as_leaf,
     is_fillable,
-    is_stateful,
     is_tensor,
-    mesh_of,
     with_arrays,
 )
 from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.parameter_names import parameters_of
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
 from dtckpt.checkpoint.reading import dcp_files
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_memory import new_memory
 from dtckpt.checkpoint.restoring.meta_tensors import MetaTensors, is_meta
-from dtckpt.checkpoint.restoring.object_states import CLOSED, Scope, parameters_of, scope_of_dict, scope_of_object
+from dtckpt.checkpoint.restoring.object_states import (
+    CLOSED,
+    Scope,
+    is_optimizer_state,
+    keep_defaults,
+    scope_of_dict,
+    scope_of_object,
+)
+from dtckpt.checkpoint.restoring.optimizer_match import Rule, rename_optimizers
+from dtckpt.checkpoint.restoring.optimizer_nodes import TargetState
+from dtckpt.checkpoint.restoring.optimizer_states import OptimizerStates
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
+from dtckpt.checkpoint.restoring.target_tree import TargetTree, is_stateful_target, items_of_target
 from dtckpt.checkpoint.restoring.wrapper_prefixes import match_unwrapped
+from dtckpt.checkpoint.rng_state import RngState
 from dtckpt.dtensor import DTensor
 from dtckpt.dtensor.torch_interop import KeptLayouts
 from dtckpt.errors import DTypeError, LayoutError, ShapeMismatchError, TensorNotFoundError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.client_values import ClientValues
-from dtckpt.format.containers import fields_of, name_of
+from dtckpt.format.containers import name_of
 from dtckpt.format.enum_members import EnumMember
 from dtckpt.format.plain_values import is_plain, refusal
 from dtckpt.format.tensor_parts import TensorParts
-from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
-
-
-def tensors_of(target: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a target, each with its last key, and the parameters of its optimizers.
-
-    Raises:
-        TreeError: It is too deep.
-    """
-    if depth > trees.MAX_DEPTH:
-        raise TreeError(f"the target is deeper than {trees.MAX_DEPTH} levels; does it contain itself?")
-    if is_tensor(target):
-        yield key, target
-        return
-    if is_stateful_target(target):
-        yield from (("", parameter) for parameter in parameters_of(target))
-        yield from tensors_of(target.state_dict(), key, depth + 1)
-    elif isinstance(target, PerClient):
-        yield from tensors_of(target.value, key, depth + 1)
-    elif (items := items_of_target(target)) is not None:
-        for below, child in items.items() if isinstance(items, Mapping) else enumerate(items):
-            yield from tensors_of(child, str(below), depth + 1)
-
-
-def is_stateful_target(target: Any) -> bool:
-    """Whether a target is an object that returns and loads its state, and neither a container nor a plain value."""
-    return type(target) not in (dict, list, tuple) and not is_plain(target) and is_stateful(target)
-
-
-def items_of_target(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
-    """Return what a target that is a container holds, by key or by position; None for all else.
-
-    A container of a class that is not Python's must be mutable: it is changed in place, which keeps its class.
-    """
-    if name_of(target) in ("namedtuple", "dataclass", "SimpleNamespace"):
-        return fields_of(target)
-    if name_of(target) == "TensorParts":
-        return TensorParts.of(target)
-    if type(target) in (tuple, MappingProxyType) or isinstance(target, MutableMapping | list | deque):
-        return target  # type: ignore[no-any-return]
-    return None
-
-
-def root_meshes_of_target(target: Any) -> set[Mesh]:
-    """Return the meshes that the tensors of a target lie on, of slices the whole meshes. Raises: as `tensors_of`."""
-    # One tensor on each mesh, as a mesh of PyTorch takes long to be converted.
-    tensors = {id(getattr(tensor, "device_mesh", None)): tensor for _, tensor in tensors_of(target)}
-    # A tensor on a slice is on another slice elsewhere; so all clients with such a tensor name the same meshes.
-    return {mesh.root_offsets[0] for tensor in tensors.values() if (mesh := mesh_of(tensor)) is not None}
 
 
 def saved_names(checkpoint: Checkpoint, options: RestoreOptions) -> set[str]:
@@ -98,7 +61,7 @@ def saved_names(checkpoint: Checkpoint, options: RestoreOptions) -> set[str]:
 
 
 def plan_target(
-    checkpoint: Checkpoint, target: Any, options: RestoreOptions, client: ClientNumber, at: tuple[str, ...] = ()
+    checkpoint: Checkpoint, target: TargetTree, options: RestoreOptions, client: ClientNumber, at: tuple[str, ...] = ()
 ) -> RestorePlan:
     """Match a target tree with a checkpoint, and plan to fill it.
 
@@ -116,12 +79,14 @@ def plan_target(
         TreeError: The target holds something that cannot be filled.
     """
     names = new_names(checkpoint, options)
-    structure = _part_at(trees.rename(checkpoint.structure, names) if names else checkpoint.structure, at)
+    moved, of_parameters = rename_optimizers(checkpoint.structure, names)
+    structure = _part_at(trees.rename(checkpoint.structure, moved) if moved else checkpoint.structure, at)
     # Neither a new name nor a distributed checkpoint of PyTorch tells the type of a key: 0 or "0".
     has_text_keys = bool(names) or checkpoint.format == dcp_files.KIND
-    layouts = StateLayouts(tensors_of(target), checkpoint.tensors)
-    matcher = _Matcher(checkpoint, client, layouts, has_text_keys=has_text_keys)
-    renewed = matcher.visit(target, structure, at, CLOSED)
+    layouts = StateLayouts(target.tensors(), checkpoint.tensors)
+    matcher = _Matcher(checkpoint, client, target, layouts, of_parameters, has_text_keys=has_text_keys)
+    renewed = matcher.visit(target.target, structure, at, CLOSED)
+    matcher.visit_late()
     matcher.modules.validate_parameters()
 
     def finish() -> Any:
@@ -129,7 +94,7 @@ def plan_target(
         matcher.modules.give_memory()
         # Then the tree, then the objects: `load_state_dict` copies out of memory that is filled by then.
         result = renewed()
-        for load in matcher.loads:
+        for load in (*matcher.loads, *matcher.last_loads):
             load()
         return result
 
@@ -140,9 +105,17 @@ def plan_target(
             checkpoint.validate_readable(path)
     refused = (path for path in checkpoint.refused if path.startswith("/".join((*at, ""))))
     unused = {*tensors, *values, *refused} - matcher.used
-    unexpected = sorted(names.get(name, name) if name in checkpoint.tensors else name for name in unused)
-    renamed = {**names, **matcher.renamed}
-    return RestorePlan(matcher.leaves, finish, renamed, sorted(matcher.missing), sorted(matcher.defaulted), unexpected)
+    unexpected = sorted(moved.get(name, name) if name in checkpoint.tensors else name for name in unused)
+    renamed = {**moved, **matcher.renamed}
+    return RestorePlan(
+        matcher.leaves,
+        finish,
+        renamed,
+        sorted(matcher.missing),
+        sorted(matcher.defaulted),
+        unexpected,
+        matcher.owners,
+    )
 
 
 def _part_at(node: trees.Node, at: tuple[str, ...]) -> trees.Node:
@@ -165,7 +138,9 @@ class _Matcher:
     Args:
         checkpoint: The checkpoint.
         client: Which of the clients that restore this one is.
+        target: The whole target.
         layouts: Allocates what the target lacks.
+        of_parameters: New name by name in the checkpoint, of parameters that are renamed.
         has_text_keys: Whether the keys of the structure's dicts may have had other types.
 
     Attributes:
@@ -175,15 +150,26 @@ class _Matcher:
         defaulted: Paths of plain values of the target that the checkpoint lacks.
         leaves: The memory to be filled, each with its tensor's name in the checkpoint.
         modules: The memory for tensors of modules that have none.
+        owners: How parts of the states of optimizers were found.
         loads: Give the stateful objects of the target their state, inner ones first.
+        last_loads: The same for random states: the other objects may draw numbers when they load.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, client: ClientNumber, layouts: StateLayouts, *, has_text_keys: bool
+        self,
+        checkpoint: Checkpoint,
+        client: ClientNumber,
+        target: TargetTree,
+        layouts: StateLayouts,
+        of_parameters: Mapping[str, str],
+        *,
+        has_text_keys: bool,
     ) -> None:
         self._checkpoint = checkpoint
         self._client = client
+        self._target = target
         self._layouts = layouts
+        self._optimizers = OptimizerStates(target, of_parameters)
         self._has_text_keys = has_text_keys
         self.used: set[str] = set()
         self.renamed: dict[str, str] = {}
@@ -192,7 +178,15 @@ class _Matcher:
         self.leaves: list[tuple[str, Leaf]] = []
         self._kept: KeptLayouts = {}
         self.modules = MetaTensors()
+        self.owners: dict[str, Rule] = {}
         self.loads: list[Callable[[], object]] = []
+        self.last_loads: list[Callable[[], object]] = []
+        self._late: list[Callable[[], object]] = []
+
+    def visit_late(self) -> None:
+        """Plan the objects that come after the others: schedulers, whose state depends on their optimizer's."""
+        for visit in self._late:
+            visit()
 
     def visit(self, target: Any, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
         """Plan one node; return a function that gives the node's new value after the reads.
@@ -226,9 +220,12 @@ class _Matcher:
             raise self._misfit(node, type(target).__name__, path)
         if isinstance(target, tuple) and "tuple" in node:
             items = target  # older versions saved named tuples by position
+        node = self._optimizers.pool(items, node, path)
         if isinstance(items, Mapping):
-            saved = dict(self._saved_items(node, "dict", path))
             inner = scope_of_dict(items, scope if isinstance(target, MutableMapping) else scope.closed())
+            if is_optimizer_state(items) and not scope.by_key:
+                node, inner = self._match_optimizer(self._optimizers.match_dict(items, node, path), node, inner)
+            saved = dict(self._saved_items(node, "dict", path))
             return self._visit_dict(target, items, saved, path, inner)
         nodes = [child for _, child in self._saved_items(node, "sequence", path)]
         return self._visit_sequence(target, nodes, path, scope.of_items(items))
@@ -265,24 +262,45 @@ class _Matcher:
         self.leaves.append((name, as_leaf(memory, name, self._kept)))
         return lambda: memory
 
-    def _visit_object(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
-        state = self.modules.state_of(target)
-        has_meta = any(is_meta(tensor) for _, tensor in tensors_of(state))
-        renewed = self.visit(state, node, path, scope_of_object(target, state))
+    def _visit_object(
+        self, target: Any, node: trees.Node, path: tuple[str, ...], *, is_late: bool = False
+    ) -> Callable[[], Any]:
+        if isinstance(getattr(target, "optimizer", None), Optimizer) and not is_late:
+            self._late.append(lambda: self._visit_object(target, node, path, is_late=True))
+            return lambda: target
+        state = self._target.state_of(target)
+        has_meta = any(is_meta(tensor) for _, tensor in TargetTree(state).tensors())
+        scope = scope_of_object(target, state)
+        if isinstance(target, Optimizer):
+            node, scope = self._match_optimizer(self._optimizers.match_object(target, node, path), node, scope)
+        elif (regrouped := self._optimizers.regroup(target, state, node, path)) is not node:
+            self._use(node, path)
+            node = regrouped
+        renewed = self.visit(state, node, path, scope)
         self.modules.validate(target, state, "/".join(path))
         self.modules.note_parameters(parameters_of(target), "/".join(path))
 
         def load() -> None:
             target.load_state_dict(renewed())
             # A copy to a tensor on the meta device does nothing; PyTorch only warns.
-            if has_meta and any(is_meta(tensor) for _, tensor in tensors_of(target.state_dict())):
+            if has_meta and any(is_meta(tensor) for _, tensor in TargetTree(target.state_dict()).tensors()):
                 raise DTypeError(
                     f"{type(target).__name__} at {'/'.join(path)!r} keeps tensors on the meta device; restore its "
                     "module itself, or let its load_state_dict assign the tensors"
                 )
 
-        self.loads.append(load)
+        (self.last_loads if isinstance(target, RngState) else self.loads).append(load)
         return lambda: target
+
+    def _match_optimizer(self, found: TargetState | None, node: trees.Node, scope: Scope) -> tuple[trees.Node, Scope]:
+        """Return the saved state of an optimizer in the target's terms, and the scope; note what it says."""
+        if found is None:
+            return node, scope
+        self.used |= found.used
+        self.renamed |= found.renamed
+        self.missing += found.missing
+        self.owners |= found.owners
+        return found.node, keep_defaults(scope, found.kept_state, found.kept_options)
 
     def _take(self, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
         """Plan a node for which the target holds no tensors: take its plain values, and allocate its tensors."""
@@ -325,7 +343,8 @@ class _Matcher:
             return lambda: target
         choose, values = target.on_resize, self._take(node, path, scope)
         if is_stateful_target(target.value):
-            self.loads.append(lambda: target.value.load_state_dict(choose(values(), *self._client)))
+            loads = self.last_loads if isinstance(target.value, RngState) else self.loads
+            loads.append(lambda: target.value.load_state_dict(choose(values(), *self._client)))
             return lambda: target
         return lambda: target.assign(choose(values(), *self._client))
 
@@ -376,6 +395,8 @@ class _Matcher:
                 below = (*path, str(saved_key))
                 plans[key] = self.visit(child, nodes[saved_key], below, scope.below(key))
                 self._note_renamed(nodes[saved_key], below, (*path, str(key)))
+            elif key in scope.keeps:
+                plans[key] = partial(_same, child)
             elif not scope.drops:
                 (self.defaulted if is_plain(child) else self.missing).append("/".join((*path, str(key))))
         # A dict of optimizer state that is still empty is filled with what was saved.
@@ -418,6 +439,10 @@ class _Matcher:
             for position, node in enumerate(saved)
         ]
         return lambda: _update_sequence(target, [renew() for renew in plans])
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _type_of(node: trees.Node) -> str | None:

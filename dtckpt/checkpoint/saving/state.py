@@ -13,7 +13,8 @@ import torch
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import as_leaf, host_array, is_elsewhere, is_tensor, validate_mode
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.per_client import ClientNumber, state_of
+from dtckpt.checkpoint.per_client import ClientNumber
+from dtckpt.checkpoint.saving.object_states import ObjectStates
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, TensorSpec, copies_of, holdings_of
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
@@ -57,7 +58,7 @@ def state_of_tree(tree: Any, options: SaveOptions, client: int, clients: Sequenc
         client: This client.
         clients: The clients that save.
     """
-    leaves, structure = trees.flatten(tree, is_tensor, state_of(ClientNumber.among(client, clients)))
+    leaves, structure = trees.flatten(tree, is_tensor, ObjectStates(ClientNumber.among(client, clients)))
     entries = [(name, value, "") for name, value in leaves.items()]
     return state_of_tensors(entries, options, clients=clients, structure=structure, with_root_meshes=True)
 

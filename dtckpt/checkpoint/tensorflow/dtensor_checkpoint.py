@@ -9,10 +9,11 @@ from typing import Any
 
 from dtckpt.checkpoint.leaves import Stateful, is_tensor, mesh_of
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
-from dtckpt.checkpoint.per_client import ClientNumber, state_of
+from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.plan import RestorePlan
 from dtckpt.checkpoint.restoring.restore import run_restore
+from dtckpt.checkpoint.saving.object_states import ObjectStates
 from dtckpt.checkpoint.saving.save import save_state
 from dtckpt.checkpoint.saving.state import State, state_of_tensors
 from dtckpt.checkpoint.tensorflow.tracking import Node, Path, Restoration, RestoreStatus
@@ -190,7 +191,7 @@ class DTensorCheckpoint(Node):
 
         def collect() -> State:
             self._latest.validate_settled()
-            leaves, structure = trees.flatten(self._tree(counter), is_tensor, state_of(self._number()))
+            leaves, structure = trees.flatten(self._tree(counter), is_tensor, ObjectStates(self._number()))
             for name, tensor in leaves.items():
                 if mesh_of(tensor) not in (None, self._mesh):
                     raise MeshError(
