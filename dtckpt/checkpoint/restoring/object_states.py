@@ -37,6 +37,7 @@ class Scope:
         drops: Items of the target that were not saved go, and what has another kind, length or shape is replaced.
         is_optimizer: It is the state of an optimizer's parameters.
         parameter: The parameter whose state it is, if known.
+        optimizer: The class of the optimizer whose state it is, if known.
         is_numbered: Its keys number the parameters of a single group, most likely in the order of the model's tensors.
         fixed: The storages of modules that the object holds; their tensors neither come, go nor change their shape.
         by_key: The scopes of items, where they differ from `inner`.
@@ -51,13 +52,22 @@ class Scope:
     is_numbered: bool = False
     by_key: Mapping[Any, Scope] = field(default_factory=dict)
     keeps: frozenset[Any] = frozenset()
+    optimizer: type | None = None
 
     def below(self, key: Any) -> Scope:
         """Return the scope of an item."""
         if key in self.by_key:
             return self.by_key[key]
         # The first level of an object's state has the names of its parts; below, anything may come and go.
-        return Scope(self.adds, self.adds, self.is_optimizer, self.parameter, self.fixed, self.is_numbered)
+        return Scope(
+            self.adds,
+            self.adds,
+            self.is_optimizer,
+            self.parameter,
+            self.fixed,
+            self.is_numbered,
+            optimizer=self.optimizer,
+        )
 
     def closed(self) -> Scope:
         """Return the scope of a container that cannot grow or shrink."""
@@ -135,7 +145,7 @@ def scope_of_dict(items: Mapping[Any, Any], scope: Scope) -> Scope:
 
 def _scope_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> Scope:
     by_key = {
-        key: Scope(adds=True, drops=True, is_optimizer=True, parameter=parameter)
+        key: Scope(adds=True, drops=True, is_optimizer=True, parameter=parameter, optimizer=type(optimizer))
         for key, parameter in zip(_keys_of_parameters(state), parameters_of(optimizer), strict=False)
     }
     # The number of groups and of their parameters is the optimizer's own; what else is in them may grow.

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtckpt.checkpoint.leaves import is_stateful, is_tensor, mesh_of
+from dtckpt.checkpoint.low_bit_state import close_state, open_state
 from dtckpt.checkpoint.parameter_names import ParameterNames, parameters_of
 from dtckpt.checkpoint.per_client import PerClient
 from dtckpt.checkpoint.restoring.meta_tensors import state_of_module
@@ -38,13 +39,21 @@ class TargetTree:
         self._root = root
         # By id, with the object itself, so that no other one gets its id.
         self._states: dict[int, tuple[Any, Any]] = {}
+        self._opened: dict[int, tuple[TensorParts, Any]] = {}
 
     def state_of(self, value: Any) -> Any:
         """Return the state of an object; of a module on the meta device with its very tensors, not detached ones."""
         if id(value) not in self._states:
             state = state_of_module(value) if isinstance(value, nn.Module) else value.state_dict()
+            if isinstance(value, Optimizer):
+                state, opened = open_state(state)
+                self._opened |= opened
             self._states[id(value)] = value, state
         return self._states[id(value)][1]
+
+    def close(self, value: Any, state: Any) -> Any:
+        """Return what an object loads, given its state (`state_of`) with new values."""
+        return close_state(state, self._opened) if isinstance(value, Optimizer) else state
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors, each with its last key, and the parameters of optimizers.

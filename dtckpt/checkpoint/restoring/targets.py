@@ -19,8 +19,9 @@ from dtckpt.checkpoint.leaves import (
     is_tensor,
     with_arrays,
 )
+from dtckpt.checkpoint.low_bit_state import restorer_of
 from dtckpt.checkpoint.options import RestoreOptions
-from dtckpt.checkpoint.parameter_names import parameters_of
+from dtckpt.checkpoint.parameter_names import memory_of, parameters_of
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
 from dtckpt.checkpoint.reading import dcp_files
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
@@ -87,6 +88,7 @@ def plan_target(
     matcher = _Matcher(checkpoint, client, target, layouts, of_parameters, has_text_keys=has_text_keys)
     renewed = matcher.visit(target.target, structure, at, CLOSED)
     matcher.visit_late()
+    matcher.find_tied()
     matcher.modules.validate_parameters()
 
     def finish() -> Any:
@@ -182,11 +184,20 @@ class _Matcher:
         self.loads: list[Callable[[], object]] = []
         self.last_loads: list[Callable[[], object]] = []
         self._late: list[Callable[[], object]] = []
+        self._filled: list[torch.Tensor] = []
+        self._lacking: dict[str, torch.Tensor] = {}
 
     def visit_late(self) -> None:
         """Plan the objects that come after the others: schedulers, whose state depends on their optimizer's."""
         for visit in self._late:
             visit()
+
+    def find_tied(self) -> None:
+        """Take what shares the memory of a tensor that is filled from the list of what is missing."""
+        if self._lacking:
+            filled = {memory_of(tensor) for tensor in self._filled} - {()}
+            tied = {path for path, tensor in self._lacking.items() if memory_of(tensor) in filled}
+            self.missing = [path for path in self.missing if path not in tied]
 
     def visit(self, target: Any, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
         """Plan one node; return a function that gives the node's new value after the reads.
@@ -258,7 +269,10 @@ class _Matcher:
             )
         self.used.add(name)
         # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
-        memory = self.modules.memory_of(target, name) if isinstance(target, torch.Tensor) else target
+        memory = target
+        if isinstance(target, torch.Tensor):
+            self._filled.append(target)
+            memory = self.modules.memory_of(target, name)
         self.leaves.append((name, as_leaf(memory, name, self._kept)))
         return lambda: memory
 
@@ -281,7 +295,7 @@ class _Matcher:
         self.modules.note_parameters(parameters_of(target), "/".join(path))
 
         def load() -> None:
-            target.load_state_dict(renewed())
+            target.load_state_dict(self._target.close(target, renewed()))
             # A copy to a tensor on the meta device does nothing; PyTorch only warns.
             if has_meta and any(is_meta(tensor) for _, tensor in TargetTree(target.state_dict()).tensors()):
                 raise DTypeError(
@@ -305,6 +319,9 @@ class _Matcher:
     def _take(self, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
         """Plan a node for which the target holds no tensors: take its plain values, and allocate its tensors."""
         names = self._use(node, path)
+        restore = None
+        if scope.is_optimizer:
+            restore = restorer_of(node, scope.parameter, scope.optimizer, names[0] if names else "/".join(path))
         infos = {name: self._checkpoint.info(name) for name in names}
         # Before memory is taken: the shapes are claims of the manifest.
         self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
@@ -317,6 +334,8 @@ class _Matcher:
         }
         self.leaves.extend((name, as_leaf(tensor, name, self._kept)) for name, tensor in new.items())
         made = with_arrays(new, arrays)
+        if restore is not None:
+            return lambda: restore(trees.build(node, made.__getitem__))
         return lambda: trees.build(node, made.__getitem__)
 
     def _use(self, node: trees.Node, path: tuple[str, ...]) -> list[str]:
@@ -398,7 +417,10 @@ class _Matcher:
             elif key in scope.keeps:
                 plans[key] = partial(_same, child)
             elif not scope.drops:
-                (self.defaulted if is_plain(child) else self.missing).append("/".join((*path, str(key))))
+                where = "/".join((*path, str(key)))
+                (self.defaulted if is_plain(child) else self.missing).append(where)
+                if is_tensor(child):
+                    self._lacking[where] = child
         # A dict of optimizer state that is still empty is filled with what was saved.
         if scope.adds or (not items and isinstance(target, Mapping | SimpleNamespace)):
             taken = {*items, *saved_keys.values()}
