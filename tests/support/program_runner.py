@@ -217,7 +217,7 @@ def _facts(tensor: torch.Tensor) -> dict[str, Any]:
         "is_leaf": tensor.is_leaf,
         "grad_fn": tensor.grad_fn is not None,
     }
-    if tensor.ndim == 4:
+    if tensor.ndim == 4 and tensor.numel():
         made["channels_last"] = tensor.is_contiguous(memory_format=torch.channels_last)
     return made
 
