@@ -2,10 +2,10 @@
 
 Such a tensor is stored as its parts (`dtckpt.format.tensor_parts`), and an optimizer that has no state yet gets tensors
 of the class again. The parts of a shard, as FSDP2 makes them, cannot be cut anew: codes and scales stand for blocks of
-the shard's elements. So they are stored side by side, device by device, and fit the same layout only::
+the shard's elements. So those of each device are stored apart, by its number in the mesh, and fit this layout only::
 
-    local part on device 0    codes (8, 4), scale (2,)    stored    codes (2, 8, 4), scale (2, 2)
-    local part on device 1    codes (8, 4), scale (2,)
+    device 0    codes (8, 4), scale (2,)    ->    …/exp_avg/0/codes, …/exp_avg/0/scale
+    device 1    codes (7, 4), scale (2,)    ->    …/exp_avg/1/codes, …/exp_avg/1/scale
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtckpt.format.tensor_parts import TensorParts, has_parts
 from dtckpt.format.tree import Node
 
 _BY_DEVICE = "by device"
-"""Marks a context whose parts have a leading dim of devices."""
+"""Marks the context of parts whose names begin with the number of a device."""
 
 
 def open_state(state: Any) -> tuple[Any, dict[int, tuple[TensorParts, Any]]]:
@@ -61,17 +61,18 @@ def _is_low_bit_shard(value: Any) -> bool:
 
 
 def _parts_by_device(tensor: Any) -> TensorParts:
-    """Return the parts of a DTensor's local tensor, each with a leading dim of the devices, split over all of them."""
-    from torch.distributed.tensor import DTensor, Shard  # here: the program has imported it, or has no such tensors
-
-    mesh, local = tensor.device_mesh, TensorParts.of(tensor._local_tensor)
-    parts = {}
-    for name, part in local.items():
-        shape = torch.Size((mesh.size(), *part.shape))
-        stride = (part.numel(), *part.stride()) if part.is_contiguous() else part[None].contiguous().stride()
-        own = part[None] if part.is_contiguous() else part[None].contiguous()
-        parts[name] = DTensor.from_local(own, mesh, [Shard(0)] * mesh.ndim, run_check=False, shape=shape, stride=stride)
+    """Return the parts of a DTensor's local tensor, by the number of its device and their names."""
+    local, device = TensorParts.of(tensor._local_tensor), _device_number(tensor)
+    parts = {f"{device}/{name}": part for name, part in local.items()}
     return TensorParts(parts, local.kind, tuple(tensor.shape), [_BY_DEVICE, *_layout_facts(tensor), local.context])
+
+
+def _device_number(tensor: Any) -> int:
+    """Return the number of this client's device in the mesh of a DTensor, row by row."""
+    mesh, number = tensor.device_mesh, 0
+    for size, coordinate in zip(mesh.shape, mesh.get_coordinate(), strict=True):
+        number = number * size + coordinate
+    return number
 
 
 def _layout_facts(tensor: Any) -> list[Any]:
@@ -106,6 +107,20 @@ def restorer_of(
         return {name: restore(each) for name, each in value.items()} if type(value) is dict else value
 
     return restore
+
+
+def own_parts(node: Node, parameter: Any) -> Node:
+    """Return saved state without the parts of low-bit tensors that are other devices'."""
+    opened = trees.items_of(node)
+    if "type" in node and node["type"][0] == "TensorParts":
+        if not _is_by_device(trees.build(node, lambda name: name).context):
+            return node
+        kind, facts, items = node["type"]
+        start = f"{_device_number(parameter)}/"
+        return {"type": [kind, facts, {"dict": [item for item in items["dict"] if item[0].startswith(start)]}]}
+    if opened is None or "dict" not in node:
+        return node
+    return {"dict": [[key, own_parts(child, parameter) if "type" in child else child] for key, child in node["dict"]]}
 
 
 def _parts_in(node: Node) -> Iterator[TensorParts]:
@@ -171,7 +186,7 @@ def _put_together(parts: TensorParts, kind: Any, parameter: Any) -> Any:
         return kind.__tensor_unflatten__(dict(parts), parts.context, torch.Size(parts.shape), _strides(parts.shape))
     from torch.distributed.tensor import DTensor
 
-    own = {name: part.to_local()[0] for name, part in parts.items()}
+    own = {name.partition("/")[2]: part for name, part in parts.items()}
     shape = tuple(parameter.to_local().shape)
     local = kind.__tensor_unflatten__(own, parts.context[3], torch.Size(shape), _strides(shape))
     return DTensor.from_local(

@@ -102,6 +102,16 @@ def _own_names(group: Mapping[str, Any]) -> Iterator[str | None]:
         yield from (None for _ in group["params"])
 
 
+def name_parameters(optimizer: Optimizer, module: nn.Module) -> None:
+    """Give an optimizer the names that its parameters have in a module, as if it had been made with them."""
+    names = ParameterNames()
+    names.add_module(module, "")
+    for group in optimizer.param_groups:
+        found = [names.of(parameter)[:1] for parameter in group["params"]]
+        if all(found):
+            group["param_names"] = [name for (name,) in found]
+
+
 def is_numbered(state: Any, count: int) -> bool:
     """Whether the state of an optimizer of so many parameters numbers them from 0 on."""
     if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():

@@ -19,7 +19,7 @@ from dtckpt.checkpoint.leaves import (
     is_tensor,
     with_arrays,
 )
-from dtckpt.checkpoint.low_bit_state import restorer_of
+from dtckpt.checkpoint.low_bit_state import own_parts, restorer_of
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.parameter_names import memory_of, parameters_of
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
@@ -318,10 +318,11 @@ class _Matcher:
 
     def _take(self, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
         """Plan a node for which the target holds no tensors: take its plain values, and allocate its tensors."""
-        names = self._use(node, path)
         restore = None
-        if scope.is_optimizer:
-            restore = restorer_of(node, scope.parameter, scope.optimizer, names[0] if names else "/".join(path))
+        if scope.is_optimizer and (names := trees.tensor_names(node)):
+            restore = restorer_of(node, scope.parameter, scope.optimizer, names[0])
+            node = node if restore is None else own_parts(node, scope.parameter)
+        names = self._use(node, path)
         infos = {name: self._checkpoint.info(name) for name in names}
         # Before memory is taken: the shapes are claims of the manifest.
         self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
