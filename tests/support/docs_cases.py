@@ -140,6 +140,8 @@ def checkpointing(names: Names) -> Iterator[None]:
     remove("ckpt")
     yield
     assert dtckpt.CheckpointManager("ckpt").latest_step() == names["step"] == 2
+    names |= {"signal": signal, "DataLoader": torch.utils.data.DataLoader, "data": torch.arange(4)}
+    yield
     names["mesh"] = mesh_of_all()
     names["value"] = dtckpt.dtensor.ones(4, device_mesh=names["mesh"])
     saved = dtckpt.DTensorCheckpoint(names["mesh"], weight=dtckpt.DVariable(names["value"]))

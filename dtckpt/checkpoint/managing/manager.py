@@ -218,14 +218,15 @@ class CheckpointManager:
         """Watch, in a context, for signals that announce the end of the process, by default SIGTERM.
 
         The first `should_save` after any client got one is true on all clients, and `reached_preemption` is set
-        there: save, and leave the training loop. The former handlers of the signals are restored at the end.
+        there: save, and leave the training loop. The former handlers of the signals are restored at the end. Workers of
+        a ``DataLoader`` that are forked inside the context leave a signal that their client has got to the client.
 
         Collective: All clients watch; then `should_save` is collective.
 
         Raises:
             ValueError: This is not the main thread; only that one can handle signals.
         """
-        return self._schedule.preemption(*signals)
+        return self._schedule.watch.watch(*signals)
 
     @property
     def reached_preemption(self) -> bool:

@@ -1,8 +1,6 @@
 """Managers of checkpoints: when they save, what they keep, what they restore, and what a crash leaves."""
 
-import contextlib
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +15,6 @@ import dtckpt
 from dtckpt import CheckpointManager, Retention, errors
 from dtckpt.checkpoint.managing.leftovers import collect_leftovers
 from dtckpt.checkpoint.managing.root_lock import RootLock
-from dtckpt.comm import fork_guard
 from dtckpt.storage.commit_by_rename import DirectoryTarget
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 
@@ -245,36 +242,6 @@ def test_leaving_with_an_error_does_not_hide_it(tmp_path, monkeypatch, caplog):
     with pytest.raises(KeyError):
         train()
     assert "while another error was on its way: no disk" in caplog.text
-
-
-@pytest.mark.parametrize("failure", [None, ZeroDivisionError])
-def test_a_signal_that_nobody_can_act_on_any_more_does_what_it_did_before(tmp_path, failure):
-    heard = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
-    try:
-        with (
-            contextlib.nullcontext() if failure is None else pytest.raises(failure),
-            CheckpointManager(tmp_path).preemption(signal.SIGUSR1),
-        ):
-            signal.raise_signal(signal.SIGUSR1)
-            assert heard == []
-            if failure is not None:
-                raise failure
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert heard == ([] if failure is None else ["before"])
-
-
-def test_a_forked_process_does_not_watch_for_signals(tmp_path, monkeypatch):
-    heard = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
-    try:
-        with CheckpointManager(tmp_path).preemption(signal.SIGUSR1):
-            monkeypatch.setattr(fork_guard, "_parent", 1)
-            signal.raise_signal(signal.SIGUSR1)
-            assert heard == ["before"]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_bad_metrics_are_refused(tmp_path):
