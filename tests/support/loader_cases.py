@@ -30,7 +30,7 @@ def train(root, start, case):
     Args:
         root: Where checkpoints go.
         start: How workers start.
-        case: Whether workers ignore the signal (``ignored``), or the loop fails before it asks the manager (``failed``).
+        case: Whether workers ignore the signal (``ignored``), or the loop fails before it saves (``failed``).
     """
     loader = DataLoader(
         Numbers(),

@@ -256,6 +256,39 @@ def manage_by_time(root: str) -> list[int]:
     return manager.all_steps()
 
 
+def go_on_after_failures(root: str, victim: int, error: str) -> tuple[list[bool], int, list[int]]:
+    """The storage of one client refuses the second of three saves."""
+    mesh = mesh_over_all({"x": dtckpt.num_clients()})
+    began, commit = [], TensorStoreWriter.commit
+
+    def fail(_: TensorStoreWriter) -> None:
+        raise getattr(errors, error)("not today")
+
+    with dtckpt.CheckpointManager(root, on_failure="warn") as manager:
+        for step in range(3):
+            if step == 1 and dtckpt.client_id() == victim:
+                TensorStoreWriter.commit = fail  # type: ignore[method-assign]
+            try:
+                began.append(manager.save(step, tree_on(mesh, SMALL, str(step))) is not None)
+                manager.wait()
+            finally:
+                TensorStoreWriter.commit = commit  # type: ignore[method-assign]
+        return began, manager.num_failed_saves, manager.all_steps()
+
+
+def save_back_to_back(root: str, blocked: int) -> tuple[list[int], list[int]]:
+    """Save whenever the save before has ended on client 0; one client's saves end late."""
+    mesh = mesh_over_all({"x": dtckpt.num_clients()})
+    manager, saved = dtckpt.CheckpointManager(root, save_interval="continuous"), []
+    for step in range(40):
+        if manager.save(step, tree_on(mesh, SMALL, str(step))) is not None:
+            saved.append(step)
+        if dtckpt.client_id() == blocked:
+            manager.wait()
+    manager.close()
+    return saved, manager.all_steps()
+
+
 def train_until_preempted(root: str, victim: int) -> tuple[int, list[int], str]:
     """Train; one client gets SIGTERM amid step 4 and nobody tells the others."""
     before = signal.getsignal(signal.SIGTERM)

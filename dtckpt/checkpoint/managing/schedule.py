@@ -38,6 +38,7 @@ class SaveRules:
         interval_s: Save when this many seconds have passed since the last save began, on client 0's clock.
         when: Save when this function of the step returns true on client 0.
         auto: Save when the interval of `Pace` has passed since the last save began, on client 0's clock.
+        is_continuous: Save whenever no save is in flight on client 0.
         skip_when_busy: Do not save while a save is still in flight on client 0.
     """
 
@@ -45,6 +46,7 @@ class SaveRules:
     interval_s: float | None = None
     when: Callable[[int], bool] | None = None
     auto: AutoInterval | None = None
+    is_continuous: bool = False
     skip_when_busy: bool = False
 
     def __post_init__(self) -> None:
@@ -56,7 +58,8 @@ class SaveRules:
     @property
     def is_local(self) -> bool:
         """Whether every client comes to the same decision by itself."""
-        return self.interval_s is None and self.when is None and self.auto is None and not self.skip_when_busy
+        depends = self.interval_s is not None or self.when is not None or self.auto is not None
+        return not (depends or self.is_continuous or self.skip_when_busy)
 
     def says(self, step: int, elapsed_s: float, auto_s: Callable[[], float], *, is_busy: bool) -> bool:
         """Return client 0's answer.
@@ -69,10 +72,11 @@ class SaveRules:
         """
         if is_busy and self.skip_when_busy:
             return False
-        if self.interval_steps is None and self.interval_s is None and self.when is None and self.auto is None:
+        if self == SaveRules(skip_when_busy=self.skip_when_busy):
             return True
         return bool(
-            (self.interval_steps is not None and step % self.interval_steps == 0)
+            (self.is_continuous and not is_busy)
+            or (self.interval_steps is not None and step % self.interval_steps == 0)
             or (self.interval_s is not None and elapsed_s >= self.interval_s)
             or (self.auto is not None and elapsed_s >= auto_s())
             or (self.when is not None and self.when(step))

@@ -107,6 +107,11 @@ class SaveHandle:
         return self._ended.is_set()
 
     @property
+    def is_busy(self) -> bool:
+        """Whether the save, or the call that follows it (see `launch`), goes on."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def is_committed(self) -> bool:
         """Whether the save has ended well."""
         return self._report is not None
