@@ -106,6 +106,8 @@ def readme(names: Names) -> Iterator[None]:
 def checkpointing(names: Names) -> Iterator[None]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.fsdp import fully_shard
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     training(names)
     names["train_on"] = lambda: names["train"](0, None)
@@ -123,6 +125,10 @@ def checkpointing(names: Names) -> Iterator[None]:
     yield
     training(names)
     names["loader"] = {"position": dist.get_rank()}
+    remove("ckpt/step_10")
+    yield
+    names |= {"StatefulDataLoader": StatefulDataLoader, "data": list(range(16))}
+    names |= {"StatefulDistributedSampler": StatefulDistributedSampler, "torch": torch}
     remove("ckpt/step_10")
     yield
     remove("ckpt/step_10")
