@@ -180,6 +180,8 @@ def convert(names: Names) -> Iterator[None]:
     assert torch.equal(names["module"].weight, module.weight)
     assert names["rows"].shape == (128, 4096)
     training(names)
+    yield
+    assert dtckpt.restore("exported").keys() == names["model"].state_dict().keys()
     names["train"](0, None)
     model, optimizer = (names[name].state_dict() for name in ("model", "optimizer"))
     from torch.distributed import checkpoint as dcp

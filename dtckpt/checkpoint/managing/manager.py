@@ -8,19 +8,20 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.converting.shared_export import ExportOptions, export_together
 from dtckpt.checkpoint.managing.candidates import Candidate, newest_first
 from dtckpt.checkpoint.managing.failed_saves import FailedSaves, OnFailure
 from dtckpt.checkpoint.managing.interval import AutoInterval
-from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, ancestry, current_steps
+from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, current_steps
 from dtckpt.checkpoint.managing.options import ManagerOptions, auto_interval, is_continuous
 from dtckpt.checkpoint.managing.pace import Pace
-from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid
+from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid, run_at
 from dtckpt.checkpoint.managing.retention import Metrics, Retention
 from dtckpt.checkpoint.managing.root import root_of
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER, RunHistory
@@ -41,7 +42,7 @@ from dtckpt.config import Config
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.dtensor.tensorflow_names import MeshLike
-from dtckpt.errors import DtckptError, StorageError
+from dtckpt.errors import CheckpointNotFoundError, DtckptError, StorageError
 from dtckpt.storage.location import Location, location_of
 
 logger = logging.getLogger("dtckpt.checkpoint")
@@ -473,7 +474,7 @@ class CheckpointManager:
             else:
                 path = self.path(chosen.step)
                 tree = restore(path, target, mesh=mesh, layouts=layouts, options=options, group=everyone)
-            return tree, local, self._run_at(chosen) if collective.is_leader else None
+            return tree, local, run_at(self._folders, chosen) if collective.is_leader else None
 
         def pin(chosen: Candidate) -> AbstractContextManager[None]:
             return nullcontext() if chosen.local else self._pin(chosen.step)
@@ -511,20 +512,6 @@ class CheckpointManager:
             logger.warning("the steps of %s cannot be listed, so only the local tier is restored: %s", self.root, error)
         return newest_first(saved, held)
 
-    def _run_at(self, chosen: Candidate) -> Run | None:
-        """Return the run that a restored state descends from; None if the root cannot be listed now."""
-        try:
-            saved = self._folders.saved()
-        except StorageError:
-            if chosen.local:
-                return None
-            raise
-        if not chosen.local:
-            return Run.at(saved, ancestry(saved, chosen.step))
-        number = chosen.number
-        older = {step for step in current_steps(saved) if step <= chosen.step and saved[step].number <= number}
-        return Run.at(saved, frozenset(older))
-
     @contextmanager
     def _pin(self, step: int) -> Iterator[None]:
         """Keep a step from being removed, by this process or another one on this host."""
@@ -535,6 +522,42 @@ class CheckpointManager:
                 yield
         finally:
             self._pinned.discard(step)
+
+    # --- exporting ----------------------------------------------------------------------------------------------
+
+    def export(self, path: str | Location, step: int | None = None, *, options: ExportOptions | None = None) -> int:
+        """Write a step as safetensors files, by all clients: each writes its share of the files.
+
+        The files appear together, when all are durable and proved, as those of `dtckpt.convert`. The export waits for
+        the save in flight.
+
+        Collective: Over all clients; barriers ``export/chosen``, ``export/planned``, ``export/written`` and
+            ``export/placed``.
+
+        Args:
+            path: As ``dst`` of `dtckpt.convert`: a file or directory that all clients reach.
+            step: The step; default: the newest.
+            options: See `ExportOptions`. With a smaller ``max_shard_size`` there are more files to share.
+
+        Returns:
+            The step.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint of the step, or none at all.
+            DtckptError: As for `dtckpt.convert`; or the error of the save in flight. The same on all clients.
+        """
+        self.wait()
+        collective = Collective(current_coordination(), "export", self.options.save.timeout_s)
+        with ExitStack() as pinned, collective.process_lock():
+
+            def choose() -> int:
+                chosen = self.latest_step() if step is None else step
+                if chosen is None:
+                    raise CheckpointNotFoundError(f"there is no checkpoint to export below {self.root}; save one first")
+                pinned.enter_context(self._pin(chosen))
+                return chosen
+
+            return export_together(collective, choose, self.path, location_of(path), options or ExportOptions())
 
     # --- removing -----------------------------------------------------------------------------------------------
 
