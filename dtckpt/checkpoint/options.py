@@ -39,10 +39,10 @@ class SaveOptions:
         check_replicas: Compare all copies of a value, on one client and across clients, before the commit.
         content_digest: Store a digest of every tensor's elements, independent of its layout; see
             `TensorInfo.content_digest`.
-        fsync: Whether a finished save survives a power loss.
         staging_nbytes: Bound on the bytes of copies that wait to be written by `dtckpt.save_async`, beside three
             chunks; default: all that this client writes is copied first. With a bound the call returns when the last
             bytes are copied, so it lasts about as long as the write; sync and commit follow in the background.
+        fsync: Whether a finished save survives a power loss.
         progress: Show client 0's progress on standard error, if that is a terminal.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
     """
@@ -57,8 +57,8 @@ class SaveOptions:
     overwrite: bool = False
     check_replicas: bool = True
     content_digest: bool = True
-    fsync: bool = True
     staging_nbytes: int | None = None
+    fsync: bool = True
     progress: bool = False
     timeout_s: float = 600.0
 
