@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dtckpt import dtensor, errors, interop
     from dtckpt.checkpoint.converting.convert import convert
     from dtckpt.checkpoint.converting.report import ConvertReport
+    from dtckpt.checkpoint.converting.shared_export import ExportOptions
     from dtckpt.checkpoint.managing.interval import AutoInterval, optimal_interval
     from dtckpt.checkpoint.managing.manager import CheckpointManager
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
@@ -81,6 +82,7 @@ _MODULES = {
     "checkpoint.saving.save_async": ("SaveHandle", "save_async"),
     "checkpoint.converting.convert": ("convert",),
     "checkpoint.converting.report": ("ConvertReport",),
+    "checkpoint.converting.shared_export": ("ExportOptions",),
     "checkpoint.managing.interval": ("AutoInterval", "optimal_interval"),
     "checkpoint.managing.manager": ("CheckpointManager",),
     "checkpoint.tensorflow.named_tensors": ("name_based_restore", "name_based_save", "sharded_save"),
@@ -160,6 +162,7 @@ __all__ = [
     "DTensorCheckpoint",
     "DVariable",
     "EnumMember",
+    "ExportOptions",
     "Layout",
     "LocalRestore",
     "LocalTier",

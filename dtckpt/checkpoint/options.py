@@ -40,6 +40,9 @@ class SaveOptions:
         check_replicas: Compare all copies of a value, on one client and across clients, before the commit.
         content_digest: Store a digest of every tensor's elements, independent of its layout; see
             `TensorInfo.content_digest`.
+        staging_nbytes: Bound on the bytes of copies that wait to be written by `dtckpt.save_async`, beside three
+            chunks; default: all that this client writes is copied first. With a bound the call returns when the last
+            bytes are copied, so it lasts about as long as the write; sync and commit follow in the background.
         fsync: Whether a finished save survives a power loss.
         progress: Show client 0's progress on standard error, if that is a terminal.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
@@ -55,6 +58,7 @@ class SaveOptions:
     overwrite: bool = False
     check_replicas: bool = True
     content_digest: bool = True
+    staging_nbytes: int | None = None
     fsync: bool = True
     progress: bool = False
     timeout_s: float = 600.0
@@ -65,6 +69,8 @@ class SaveOptions:
         _validate_choice("keys", self.keys, KEYS)
         _validate_flags(self, "save_as_bf16", "overwrite", "check_replicas", "content_digest", "fsync", "progress")
         _validate_positive("timeout_s", self.timeout_s)
+        if self.staging_nbytes is not None:
+            _validate_positive("staging_nbytes", self.staging_nbytes, Integral)
         if self.codec is not None:
             _validate_choice("codec", self.codec, CODECS)
         if self.raw_bits is not None:

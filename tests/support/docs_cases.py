@@ -106,6 +106,8 @@ def readme(names: Names) -> Iterator[None]:
 def checkpointing(names: Names) -> Iterator[None]:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.fsdp import fully_shard
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     training(names)
     names["train_on"] = lambda: names["train"](0, None)
@@ -125,6 +127,10 @@ def checkpointing(names: Names) -> Iterator[None]:
     names["loader"] = {"position": dist.get_rank()}
     remove("ckpt/step_10")
     yield
+    names |= {"StatefulDataLoader": StatefulDataLoader, "data": list(range(16))}
+    names |= {"StatefulDistributedSampler": StatefulDistributedSampler, "torch": torch}
+    remove("ckpt/step_10")
+    yield
     remove("ckpt/step_10")
     layer = fully_shard(nn.Linear(4, 5))
     dtckpt.save("ckpt/step_10", {"model": layer, "optimizer": torch.optim.AdamW(layer.parameters())})
@@ -140,6 +146,8 @@ def checkpointing(names: Names) -> Iterator[None]:
     remove("ckpt")
     yield
     assert dtckpt.CheckpointManager("ckpt").latest_step() == names["step"] == 2
+    names |= {"signal": signal, "DataLoader": torch.utils.data.DataLoader, "data": torch.arange(4)}
+    yield
     names["mesh"] = mesh_of_all()
     names["value"] = dtckpt.dtensor.ones(4, device_mesh=names["mesh"])
     saved = dtckpt.DTensorCheckpoint(names["mesh"], weight=dtckpt.DVariable(names["value"]))
@@ -172,6 +180,8 @@ def convert(names: Names) -> Iterator[None]:
     assert torch.equal(names["module"].weight, module.weight)
     assert names["rows"].shape == (128, 4096)
     training(names)
+    yield
+    assert dtckpt.restore("exported").keys() == names["model"].state_dict().keys()
     names["train"](0, None)
     model, optimizer = (names[name].state_dict() for name in ("model", "optimizer"))
     from torch.distributed import checkpoint as dcp
