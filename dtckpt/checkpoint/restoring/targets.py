@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import replace
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -18,18 +20,21 @@ from dtckpt.checkpoint.leaves import (
     is_stateful,
     is_tensor,
     mesh_of,
+    state_of_object,
     with_arrays,
 )
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
 from dtckpt.checkpoint.reading import dcp_files
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.reading.tensor_memory import new_memory
 from dtckpt.checkpoint.restoring.meta_tensors import MetaTensors, is_meta
 from dtckpt.checkpoint.restoring.object_states import CLOSED, Scope, parameters_of, scope_of_dict, scope_of_object
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
 from dtckpt.checkpoint.restoring.wrapper_prefixes import match_unwrapped
+from dtckpt.checkpoint.shards import ShardMark, Shards, marks_in_state, shard_marks
 from dtckpt.dtensor import DTensor
 from dtckpt.dtensor.torch_interop import KeptLayouts
 from dtckpt.errors import DTypeError, LayoutError, ShapeMismatchError, TensorNotFoundError, TreeError
@@ -52,11 +57,14 @@ def tensors_of(target: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str
     if depth > trees.MAX_DEPTH:
         raise TreeError(f"the target is deeper than {trees.MAX_DEPTH} levels; does it contain itself?")
     if is_tensor(target):
-        yield key, target
+        yield key, target.whole(key) if isinstance(target, Shards) else target
         return
     if is_stateful_target(target):
-        yield from (("", parameter) for parameter in parameters_of(target))
-        yield from tensors_of(target.state_dict(), key, depth + 1)
+        marks = shard_marks()
+        for parameter in parameters_of(target):
+            mark = marks.get(id(parameter))
+            yield "", parameter if mark is None else mark.whole(parameter, "")
+        yield from tensors_of(state_of_object(target, marks), key, depth + 1)
     elif isinstance(target, PerClient):
         yield from tensors_of(target.value, key, depth + 1)
     elif (items := items_of_target(target)) is not None:
@@ -191,6 +199,9 @@ class _Matcher:
         self.defaulted: list[str] = []
         self.leaves: list[tuple[str, Leaf]] = []
         self._kept: KeptLayouts = {}
+        self._shard_marks = shard_marks()
+        # Of the tensors in the states of objects, which the plan keeps.
+        self._marks: dict[int, ShardMark] = {}
         self.modules = MetaTensors()
         self.loads: list[Callable[[], object]] = []
 
@@ -205,6 +216,9 @@ class _Matcher:
         """
         if scope.drops and self._is_replaced(target, node, scope):
             return self._take(node, path, scope)
+        if isinstance(target, Shards):
+            memory = self._visit_tensor(target.tensor, node, path, target.having)
+            return lambda: target.assign(memory())
         if is_tensor(target) or type(target) is np.ndarray:
             return self._visit_tensor(target, node, path)
         if isinstance(target, enum.Enum) and "enum" in node:
@@ -245,7 +259,11 @@ class _Matcher:
         return self._opened(node, "dict" if isinstance(items, Mapping) else "sequence") is None
 
     def _visit_tensor(
-        self, target: torch.Tensor | np.ndarray[Any, Any], node: trees.Node, path: tuple[str, ...]
+        self,
+        target: torch.Tensor | np.ndarray[Any, Any],
+        node: trees.Node,
+        path: tuple[str, ...],
+        as_shards: Callable[[torch.Tensor], Shards] | None = None,
     ) -> Callable[[], Any]:
         name = trees.name_of_tensor(node)
         if name is None:
@@ -262,11 +280,14 @@ class _Matcher:
         self.used.add(name)
         # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
         memory = self.modules.memory_of(target, name) if isinstance(target, torch.Tensor) else target
-        self.leaves.append((name, as_leaf(memory, name, self._kept)))
+        if (mark := self._marks.get(id(target))) is not None:
+            as_shards = partial(Shards.of, mark=mark)
+        self.leaves.append((name, as_leaf(memory if as_shards is None else as_shards(memory), name, self._kept)))
         return lambda: memory
 
     def _visit_object(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
         state = self.modules.state_of(target)
+        self._marks |= marks_in_state(target, state, self._shard_marks)
         has_meta = any(is_meta(tensor) for _, tensor in tensors_of(state))
         renewed = self.visit(state, node, path, scope_of_object(target, state))
         self.modules.validate(target, state, "/".join(path))
@@ -294,12 +315,25 @@ class _Matcher:
         new = {
             name: new_memory(name, info.shape, info.dtype)
             if name in arrays
-            else self._layouts.allocate(name, info, scope)
+            else self._allocate(name, info, scope)
             for name, info in infos.items()
         }
-        self.leaves.extend((name, as_leaf(tensor, name, self._kept)) for name, tensor in new.items())
+        for name, tensor in new.items():
+            mark = self._marks.get(id(tensor))
+            leaf = as_leaf(tensor if mark is None else Shards.of(tensor, mark), name, self._kept)
+            self.leaves.append((name, leaf))
         made = with_arrays(new, arrays)
         return lambda: trees.build(node, made.__getitem__)
+
+    def _allocate(self, name: str, info: TensorInfo, scope: Scope) -> torch.Tensor:
+        """Allocate a tensor that the target lacks; of the state of a marked parameter, this client's part."""
+        mark = None if scope.parameter is None else self._shard_marks.get(id(scope.parameter))
+        shape = None if mark is None else mark.shape_of_part(info.shape, scope.parameter, name)
+        if mark is None or shape is None:
+            return self._layouts.allocate(name, info, scope)
+        part = self._layouts.allocate(name, replace(info, shape=shape), scope)
+        self._marks[id(part)] = mark
+        return part
 
     def _use(self, node: trees.Node, path: tuple[str, ...]) -> list[str]:
         """Note that the target takes all that is below a node; return the names of its tensors."""
