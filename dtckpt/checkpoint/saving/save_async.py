@@ -111,7 +111,7 @@ def start_save(
 
     def stage(state: State, plan: SavePlan, collective: Collective) -> State:
         return _staging_memory.stage(
-            state, plan, collective.client, with_copies=options.check_replicas, count=collective.phases.count
+            state, plan, collective.client, with_copies=bool(options.check_replicas), count=collective.phases.count
         )
 
     attempt = SaveAttempt(

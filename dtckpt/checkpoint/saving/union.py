@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from dtckpt.checkpoint.saving.description import Description
-from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorSpec
+from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Copies, Holding, TensorSpec
 from dtckpt.errors import ComponentError, SaveDisagreementError, capped
 from dtckpt.layout.region import Region
 
@@ -27,6 +27,11 @@ Clients = tuple[int, ...]
 Claim = tuple[Clients, TensorSpec]
 """Some clients, ascending, and a tensor as all of them describe it."""
 
+PARTS_CURE = (
+    "if clients hold parts of one parameter, as experts are, say so by dtckpt.Shards.mark(module, ...), or wrap the "
+    "tensor in dtckpt.Shards"
+)
+"""What errors advise where clients pass different tensors as one parameter."""
 _PAIRS_AT_ONCE = 1 << 20
 """Boxes are compared in pairs, so many at a time."""
 
@@ -65,6 +70,9 @@ def unite(descriptions: Mapping[Clients, Description]) -> tuple[TensorSpec, ...]
                 first.layout,
                 first.content,
                 codec=first.codec,
+                # Copies may differ if all clients say so.
+                copies=next((spec.copies for _, spec in each if spec.copies is Copies.EQUAL), first.copies),
+                is_parameter=any(spec.is_parameter for _, spec in each),
             )
         )
     return tuple(united)
@@ -120,10 +128,14 @@ def _validate_same_kind(name: str, claims: Sequence[Claim]) -> None:
     clients, first = claims[0]
     for others, spec in claims[1:]:
         if _kind(spec) != _kind(first):
+            cure = "pass the same tensor on every client that passes the name, or give other tensors other names"
+            if first.is_parameter and first.layout is None:
+                cure = f"{PARTS_CURE}; else {cure}"
+            elif first.layout is not None and spec.layout is not None:
+                cure = f"parts of dtckpt.Shards that differ in size need its size=; else {cure}"
             raise ComponentError(
-                f"{_these(clients)} and {_these(others)} disagree on tensor {name!r}; got {_kind_text(first)} and "
-                f"{_kind_text(spec)}; pass the same tensor on every client that passes the name, or give other tensors "
-                "other names"
+                f"{_these(clients)} and {_these(others)} disagree on tensor {name!r}; got "
+                f"{_kind_text(clients, first)} and {_kind_text(others, spec)}; {cure}"
             )
 
 
@@ -131,9 +143,11 @@ def _kind(spec: TensorSpec) -> tuple[object, ...]:
     return spec.shape, spec.dtype, spec.stored_dtype, spec.codec
 
 
-def _kind_text(spec: TensorSpec) -> str:
+def _kind_text(clients: Clients, spec: TensorSpec) -> str:
     stored = "" if spec.stored_dtype == spec.dtype else f" stored as {spec.stored_dtype}"
-    return f"shape {spec.shape} {spec.dtype}{stored}"
+    own = next((holding.region.shape for holding in spec.holdings if clients[0] in holding.clients), spec.shape)
+    part = "" if own == spec.shape else f", of which client {clients[0]} has a part of shape {own}"
+    return f"shape {spec.shape} {spec.dtype}{stored}{part}"
 
 
 def _united_holdings(name: str, claims: Sequence[Claim]) -> tuple[Holding, ...]:
