@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor as TorchDTensor
 
 import dtckpt
 from dtckpt import SaveOptions, Shards
@@ -87,3 +87,152 @@ def save_wrong_sizes(path: str, size: int | None) -> str:
     """Save parts of 4 rows and of 3, and say what happens."""
     tensor = torch.ones(4 if dist.get_rank() == 0 else 3, 2)
     return failure_of(dtckpt.save, path, {"w": Shards(tensor, dist.group.WORLD, size=size)}, options=SaveOptions())
+
+
+# --- an expert-parallel model, within FSDP2 or alone ---
+
+
+class _SumOver(torch.autograd.Function):
+    """A sum over a group whose clients all go on with it: its gradient is the gradient of each summand."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+
+class Stacked(nn.Module):
+    """Some experts as one parameter: (experts here, in, out)."""
+
+    def __init__(self, own: range) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.stack([expert(number) for number in own]))
+
+    def forward(self, x: torch.Tensor, own: range) -> torch.Tensor:
+        return torch.einsum("bi,eio,e->bo", x, self.w, gates()[own.start : own.stop])
+
+
+class Named(nn.Module):
+    """Some experts as a parameter each, with the expert's global number in its name."""
+
+    def __init__(self, own: range) -> None:
+        super().__init__()
+        self.by_number = nn.ParameterDict({str(number): expert(number) for number in own})
+
+    def forward(self, x: torch.Tensor, own: range) -> torch.Tensor:
+        return sum(gates()[number] * (x @ self.by_number[str(number)]) for number in own)
+
+
+def expert(number: int) -> torch.Tensor:
+    return torch.rand(WIDTH, HIDDEN, generator=torch.Generator().manual_seed(100 + number))
+
+
+def gates() -> torch.Tensor:
+    return torch.linspace(0.5, 1.5, EXPERTS)
+
+
+class Model(nn.Module):
+    """Experts, whose outputs are summed over the clients that have them, and a linear layer.
+
+    Args:
+        mesh: Axes ``dp`` and ``ep``.
+        kind: The class of the experts.
+    """
+
+    def __init__(self, mesh: DeviceMesh, kind: type[Stacked | Named]) -> None:
+        super().__init__()
+        each = EXPERTS // mesh["ep"].size()
+        first = each * mesh["ep"].get_local_rank()
+        self.own, self.group = range(first, first + each), mesh["ep"].get_group()
+        torch.manual_seed(0)
+        self.experts, self.out = kind(self.own), nn.Linear(HIDDEN, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(_SumOver.apply(self.experts(x, self.own), self.group))
+
+
+def training(
+    ep: int, kind: type[Stacked | Named], *, is_sharded: bool, on_meta: bool = False
+) -> tuple[Model, torch.optim.Optimizer, DeviceMesh]:
+    """Return a model over all clients, and its optimizer.
+
+    Args:
+        ep: The size of the axis of experts.
+        kind: The class of the experts.
+        is_sharded: Whether FSDP2 shards the experts over ``dp``, and the rest over all clients.
+        on_meta: Whether the model gets its memory by a restore.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // ep, ep), mesh_dim_names=("dp", "ep"))
+    model = Model(mesh, kind)
+    if on_meta:
+        model.to("meta")
+    if kind is Stacked:
+        Shards.mark(model, "experts.w", mesh["ep"])
+    if is_sharded:
+        fully_shard(model.experts, mesh=mesh["dp"])
+        fully_shard(model.out, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05), mesh
+
+
+def train(model: Model, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: range) -> list[float]:
+    """Train for some steps; return the losses of all clients' batches."""
+    losses: list[float] = []
+    for step in steps:
+        x = torch.rand(8, WIDTH, generator=torch.Generator().manual_seed(step))
+        own = x.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()]
+        loss = (model(own) - own[:, :3]).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        losses.append(total.item() / dist.get_world_size())
+    return losses
+
+
+def state_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the tree: the objects, or where experts have names of their own, the state by these names."""
+    if isinstance(model.experts, Stacked):
+        return {"model": model, "optimizer": optimizer}
+    weights, moments = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    return {"model": weights, "optimizer": moments}
+
+
+def save_training(path: str, ep: int, kind: str, *, is_sharded: bool, is_async: bool = False) -> list[float]:
+    """Train for two steps, save, and train on; return the losses after the save."""
+    model, optimizer, mesh = training(ep, KINDS[kind], is_sharded=is_sharded)
+    train(model, optimizer, mesh, range(2))
+    if is_async:
+        dtckpt.save_async(path, state_of(model, optimizer)).result(20)
+    else:
+        dtckpt.save(path, state_of(model, optimizer))
+    return train(model, optimizer, mesh, range(2, 5))
+
+
+def resume_training(
+    path: str, ep: int, kind: str, *, is_sharded: bool, is_fresh: bool = True, on_meta: bool = False
+) -> list[float]:
+    """Restore a model that has other values, and an optimizer with or without state; return the next losses."""
+    model, optimizer, mesh = training(ep, KINDS[kind], is_sharded=is_sharded, on_meta=on_meta)
+    if not is_fresh:
+        train(model, optimizer, mesh, range(10, 13))
+    elif not on_meta:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    state = state_of(model, optimizer)
+    dtckpt.restore(path, state)
+    if kind == "named":
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
+        )
+    return train(model, optimizer, mesh, range(2, 5))
+
+
+KINDS: dict[str, type[Stacked | Named]] = {"stacked": Stacked, "named": Named}
