@@ -142,16 +142,18 @@ def _check_replicas(rules: object) -> bool | tuple[tuple[str, bool], ...]:
     if isinstance(rules, bool):
         return rules
     pairs = tuple(rules.items()) if isinstance(rules, Mapping) else rules
-    is_valid = isinstance(pairs, tuple) and all(
-        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and pair[0] and isinstance(pair[1], bool)
-        for pair in pairs
-    )
-    if not is_valid:
+    if not isinstance(pairs, tuple) or not all(map(_is_replica_rule, pairs)):
         raise ConfigError(
-            "option check_replicas must be True, False, or a dict of globs over names and True or False; got "
-            f"{rules!r}"
+            f"option check_replicas must be True, False, or a dict of globs over names and True or False; got {rules!r}"
         )
     return pairs or True
+
+
+def _is_replica_rule(pair: object) -> bool:
+    match pair:
+        case (str(pattern), bool()):
+            return bool(pattern)
+    return False
 
 
 def _validate_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

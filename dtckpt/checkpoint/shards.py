@@ -80,10 +80,14 @@ class ShardMark:
             LayoutError: The tensor has no such dim, or the part is sharded on another mesh, or along this axis.
         """
         dim = self._dim_of(part, name)
-        plain = Layout([self.mesh.mesh_dim_names[0] if each == dim else UNSHARDED for each in range(part.ndim)], self.mesh)
+        plain = Layout(
+            [self.mesh.mesh_dim_names[0] if each == dim else UNSHARDED for each in range(part.ndim)], self.mesh
+        )
         shape = [*part.shape]
         shape[dim] = shape[dim] * self.mesh.size() if self.size is None else self.size
-        sizes = [stop - start for start, stop in (plain.shard_bounds(dim, shape[dim], at) for at in range(self.mesh.size()))]
+        sizes = [
+            stop - start for start, stop in (plain.shard_bounds(dim, shape[dim], at) for at in range(self.mesh.size()))
+        ]
         (device,) = self.mesh.local_device_ids()
         (at,) = self.mesh.coordinate(device)
         if part.shape[dim] != sizes[at]:
@@ -125,7 +129,9 @@ class ShardMark:
 
     def _dim_of(self, part: torch.Tensor, name: str) -> int:
         if not -part.ndim <= self.dim < part.ndim:
-            raise LayoutError(f"tensor {name!r}: Shards got dim {self.dim}, expected one of a tensor of {part.ndim} dims")
+            raise LayoutError(
+                f"tensor {name!r}: Shards got dim {self.dim}, expected one of a tensor of {part.ndim} dims"
+            )
         return self.dim % part.ndim
 
     def _around(self, inner: Layout, dim: int, name: str) -> Layout:
@@ -142,7 +148,9 @@ class ShardMark:
             )
         if any(axis in split for split in on_root.split_axes):
             raise LayoutError(f"tensor {name!r} is split along axis {axis!r} already; it needs no Shards along it")
-        specs = [((axis, *split) if each == dim else split) or UNSHARDED for each, split in enumerate(on_root.split_axes)]
+        specs = [
+            ((axis, *split) if each == dim else split) or UNSHARDED for each, split in enumerate(on_root.split_axes)
+        ]
         return Layout(specs, root)
 
 
@@ -172,36 +180,32 @@ class Shards:
     >>> state = {"experts": dtckpt.Shards(torch.ones(2, 3, 4), mesh)}
     """
 
-    __slots__ = ("_mark", "tensor")
+    __slots__ = ("shard_mark", "tensor")
 
     def __init__(self, tensor: torch.Tensor, mesh: Any, dim: int = 0, *, size: int | None = None) -> None:
         if not isinstance(tensor, torch.Tensor):
             raise LayoutTypeError(f"Shards: got {type(tensor).__name__}, expected a tensor")
-        self.tensor, self._mark = tensor, ShardMark.of(mesh, dim, size)
+        self.tensor, self.shard_mark = tensor, ShardMark.of(mesh, dim, size)
 
     @classmethod
     def of(cls, tensor: torch.Tensor, mark: ShardMark) -> Shards:
         """Return a tensor as the part that a mark says."""
         shards = cls.__new__(cls)
-        shards.tensor, shards._mark = tensor, mark
+        shards.tensor, shards.shard_mark = tensor, mark
         return shards
 
     def __repr__(self) -> str:
-        size = "" if self._mark.size is None else f", size={self._mark.size}"
-        return f"Shards({self.tensor!r}, {self._mark.mesh!r}, {self._mark.dim}{size})"
+        size = "" if self.shard_mark.size is None else f", size={self.shard_mark.size}"
+        return f"Shards({self.tensor!r}, {self.shard_mark.mesh!r}, {self.shard_mark.dim}{size})"
 
     def assign(self, tensor: torch.Tensor) -> Shards:
         """Replace the tensor; return the object."""
         self.tensor = tensor
         return self
 
-    def having(self, tensor: torch.Tensor) -> Shards:
-        """Return the same part of a global tensor, with another tensor."""
-        return Shards.of(tensor, self._mark)
-
     def whole(self, name: str) -> DTensor:
         """Return the global tensor, as `ShardMark.whole`."""
-        return self._mark.whole(self.tensor, name)
+        return self.shard_mark.whole(self.tensor, name)
 
     @staticmethod
     def mark(module: nn.Module, pattern: str, mesh: Any, dim: int = 0, *, size: int | None = None) -> None:

@@ -1,5 +1,8 @@
 """`Shards`: plain tensors that are parts of global ones are saved by some clients, and restored by others."""
 
+import copy
+import gc
+
 import pytest
 import torch
 from support import shards_cases as cases
@@ -7,7 +10,8 @@ from torch import nn
 
 import dtckpt
 from dtckpt import Shards
-from dtckpt.errors import ComponentError, ConfigError, LayoutError, LayoutTypeError, MeshError
+from dtckpt.checkpoint.shards import mark_of, shard_marks
+from dtckpt.errors import ConfigError, MeshError
 
 
 @pytest.mark.processes
@@ -17,11 +21,135 @@ def test_parts_come_back_on_any_number_of_clients(pool, tmp_path, kind, is_async
     path = f"{tmp_path}/s"
     pool.values(cases.save_tree, path, kind, is_async=is_async, clients=4, group=True)
     back = dtckpt.restore(path)
-    assert [back[name].equal(cases.whole(*shape)) for name, shape in {"rows": (8, 3), "columns": (3, 8)}.items()]
-    assert back["uneven"].equal(cases.whole(7, 2))
-    for clients in (1, 2, 3 if kind == "group" else 4):
-        if clients != 3:
-            assert pool.values(cases.restore_tree, path, kind, clients=clients, group=True) == [[]] * clients
+    assert all(back[name].equal(cases.whole(*shape)) for name, shape in cases.SHAPES.items())
+    for clients in (1, 2, 4):
+        assert pool.values(cases.restore_tree, path, kind, clients=clients, group=True) == [[]] * clients
+
+
+@pytest.mark.processes
+def test_a_manager_takes_them(pool, tmp_path):
+    assert pool.values(cases.managed, f"{tmp_path}/r", is_first=True, clients=4, group=True) == [[0, 1]] * 4
+    assert pool.values(cases.managed, f"{tmp_path}/r", is_first=False, clients=2, group=True) == [[1]] * 2
+
+
+@pytest.mark.processes
+def test_parts_of_other_sizes_are_refused_on_every_client(pool, tmp_path):
+    path = f"{tmp_path}/s"
+    first, second = pool.values(cases.save_sizes, path, (4, 3), None, clients=2, group=True)
+    assert first == second
+    assert first.startswith("ComponentError: ")
+    assert "shape (8, 2) float32, of which client 0 has a part of shape (4, 2)" in first
+    assert "shape (6, 2) float32, of which client 1 has a part of shape (3, 2)" in first
+    assert "size=" in first
+    # They are those of torch.chunk: 4 and 3 are, 3 and 4 are not.
+    first, second = pool.values(cases.save_sizes, path, (3, 4), 7, clients=2, group=True)
+    assert first == second
+    part, got, expected = (0, 3, 4) if "client 0: " in first else (1, 4, 3)  # the client whose vote came first
+    assert first.startswith(
+        f"ComponentError: client {part}: tensor 'w': got {got} along dim 0 on the client with part {part}, "
+        f"expected {expected}: parts of 7 have the sizes 4, 3"
+    )
+    assert pool.values(cases.save_sizes, path, (4, 3), 7, clients=2, group=True) == ["none"] * 2
+    for size in (None, 7):
+        first, second = pool.values(cases.restore_sizes, path, (3, 4), size, clients=2, group=True)
+        assert first == second
+        assert first.startswith("ShapeMismatchError: " if size is None else "ComponentError: ")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_module", [False, True])
+@pytest.mark.parametrize("has_own_shapes", [False, True])
+def test_errors_about_copies_name_the_cure(pool, tmp_path, is_module, has_own_shapes):
+    facts = {"is_module": is_module, "has_own_shapes": has_own_shapes}
+    first, second = pool.values(cases.save_unmarked, f"{tmp_path}/s", **facts, clients=2, group=True)
+    assert first == second
+    assert first.startswith("ComponentError: " if has_own_shapes else "ReplicaMismatchError: ")
+    cures = [cure for cure in ("Shards", "PerClient", "other names") if cure in first]
+    if has_own_shapes:
+        assert cures == (["Shards", "other names"] if is_module else ["other names"])
+    else:
+        assert cures == (["Shards"] if is_module else ["PerClient"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("rows", "dim"), [(8, 0), (6, 0), (7, 0), (5, 1)])
+def test_parts_that_are_sharded_themselves(pool, tmp_path, rows, dim):
+    path = f"{tmp_path}/s"
+    pool.values(cases.save_nested, path, rows, dim, clients=4, group=True)
+    assert dtckpt.restore(path)["w"].equal(cases.whole(rows, 6))
+    for clients in (2, 4):
+        assert pool.values(cases.restore_nested, path, rows, dim, clients=clients, group=True) == [True] * clients
+
+
+@pytest.mark.processes
+def test_meshes_that_cannot_hold_parts(pool):
+    for client, found in enumerate(pool.values(cases.refused_meshes, clients=4, group=True)):
+        axes, outside, kind, value, twice, apart, dim = found
+        assert axes.startswith("MeshError: Shards: got a mesh of axes ")
+        assert (
+            outside == "none"
+            if client < 2
+            else outside.startswith("MeshError: Shards: this client is not in the group")
+        )
+        assert kind.startswith("MeshTypeError: ")
+        assert value.startswith("LayoutTypeError: Shards: got list")
+        assert twice.startswith("LayoutError: tensor 'w' is split along axis 'ep' already")
+        assert apart.startswith("LayoutError: tensor 'w' lies on ")
+        assert dim.startswith("LayoutError: tensor 'w': Shards got dim 1")
+
+
+@pytest.mark.processes
+def test_state_of_parameters_that_has_fewer_elements(pool, tmp_path):
+    path = f"{tmp_path}/s"
+    pool.values(cases.save_factored, path, clients=4, group=True)
+    assert dtckpt.restore(path)["optimizer"]["state"][0]["rows"].shape == (4, 2, 1)
+    for clients in (1, 2, 4):
+        assert pool.values(cases.restore_factored, path, clients=clients, group=True) == [True] * clients
+
+
+@pytest.mark.processes
+def test_marks_are_found_in_wrappers_and_parts(pool):
+    (names,) = pool.values(cases.wrapped_marks, clients=1, group=True)
+    assert names == [
+        "compiled/_orig_mod.moe.experts.bias",
+        "compiled/_orig_mod.moe.experts.weight",
+        "ddp/module.moe.experts.bias",
+        "ddp/module.moe.experts.weight",
+        "model/moe.experts.bias",
+        "model/moe.experts.weight",
+        "part/experts.bias",
+        "part/experts.weight",
+    ]
+
+
+def test_a_pattern_without_a_parameter_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"no parameter or buffer of Linear matches 'experts\.\*'; got 'weight', 'bias'"
+    ):
+        Shards.mark(nn.Linear(2, 2), "experts.*", dtckpt.create_mesh({"ep": 1}))
+
+
+def test_a_mark_lasts_as_long_as_its_module():
+    mesh, module = dtckpt.create_mesh({"ep": 1}), nn.Linear(2, 2)
+    Shards.mark(module, "weight", mesh, -1)
+    assert (mark_of(module.weight).dim, mark_of(module.bias), mark_of(copy.deepcopy(module).weight)) == (-1, None, None)
+    assert len(shard_marks()) == 1
+    del module
+    gc.collect()
+    assert shard_marks() == {}
+
+
+def test_a_target_on_the_meta_device_gets_memory(tmp_path):
+    mesh = dtckpt.create_mesh({"ep": 1})
+    dtckpt.save(tmp_path / "s", {"w": Shards(torch.arange(6.0), mesh)})
+    target = {"w": Shards(torch.empty(6, device="meta"), mesh)}
+    assert dtckpt.restore(tmp_path / "s", target)["w"] is target["w"]
+    assert target["w"].tensor.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_client_with_several_devices_is_refused():
+    with pytest.raises(MeshError, match="expected one device per client"):
+        Shards(torch.ones(2), dtckpt.abstract_mesh({"ep": 2}))
 
 
 # On 4 clients: 2 groups of 2, so that every expert is on two clients, whole or, by FSDP2, half of it on each.

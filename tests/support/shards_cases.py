@@ -10,12 +10,18 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import dtckpt
-from dtckpt import SaveOptions, Shards
+from dtckpt import Shards
+from dtckpt.checkpoint.per_client import ClientNumber
+from dtckpt.checkpoint.saving.state import flatten_state
 from dtckpt.errors import DtckptError
 
 EXPERTS, WIDTH, HIDDEN = 8, 4, 6
+SHAPES = {"rows": (8, 3), "columns": (3, 8), "uneven": (7, 2)}
 
 
 def whole(*shape: int) -> torch.Tensor:
@@ -50,7 +56,7 @@ def tree_of(fill: float | None, kind: str) -> dict[str, Any]:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     elif kind == "mesh":
         mesh = dtckpt.create_distributed_mesh({"ep": dist.get_world_size()})
-    parts = {"rows": part_of(whole(8, 3)), "columns": part_of(whole(3, 8), 1), "uneven": part_of(whole(7, 2))}
+    parts = {name: part_of(whole(*shape), 1 if name == "columns" else 0) for name, shape in SHAPES.items()}
     for tensor in parts.values():
         if fill is not None:
             tensor.fill_(fill)
@@ -83,10 +89,128 @@ def restore_tree(path: str, kind: str) -> list[str]:
     return wrong + ["norm"] * (not target["norm"].equal(torch.ones(3)))
 
 
-def save_wrong_sizes(path: str, size: int | None) -> str:
-    """Save parts of 4 rows and of 3, and say what happens."""
-    tensor = torch.ones(4 if dist.get_rank() == 0 else 3, 2)
-    return failure_of(dtckpt.save, path, {"w": Shards(tensor, dist.group.WORLD, size=size)}, options=SaveOptions())
+def save_sizes(path: str, sizes: tuple[int, ...], size: int | None) -> str:
+    """Save parts of the given numbers of rows; return the error."""
+    return failure_of(
+        dtckpt.save, path, {"w": Shards(torch.ones(sizes[dist.get_rank()], 2), dist.group.WORLD, size=size)}
+    )
+
+
+def restore_sizes(path: str, sizes: tuple[int, ...], size: int | None) -> str:
+    """Restore into parts of the given numbers of rows; return the error."""
+    target = {"w": Shards(torch.ones(sizes[dist.get_rank()], 2), dist.group.WORLD, size=size)}
+    return failure_of(dtckpt.restore, path, target)
+
+
+def save_unmarked(path: str, *, is_module: bool, has_own_shapes: bool) -> str:
+    """Save other values, or tensors of other shapes, under one name on each client; return the error."""
+    tensor = torch.full((2 + dist.get_rank() * has_own_shapes, 3), float(dist.get_rank()))
+    if not is_module:
+        return failure_of(dtckpt.save, path, {"w": tensor})
+    module = nn.Module()
+    module.w = nn.Parameter(tensor)
+    return failure_of(dtckpt.save, path, {"model": module})
+
+
+def nested(rows: int, dim: int) -> tuple[dict[str, Any], torch.Tensor]:
+    """Return a tree with this client's part of a tensor, itself sharded over other clients, and the part's elements."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "ep"))
+    number, parts = mesh["ep"].get_local_rank(), mesh["ep"].size()
+    own = part_of(whole(rows, 6), dim, number=number, parts=parts)
+    part = distribute_tensor(own, mesh["dp"], [TorchShard(0)])
+    return {"w": Shards(part, mesh["ep"], dim, size=(rows, 6)[dim])}, part.to_local().clone()
+
+
+def save_nested(path: str, rows: int, dim: int) -> None:
+    dtckpt.save(path, nested(rows, dim)[0])
+
+
+def restore_nested(path: str, rows: int, dim: int) -> bool:
+    tree, expected = nested(rows, dim)
+    local = tree["w"].tensor.to_local()
+    local.zero_()
+    dtckpt.restore(path, tree)
+    return local.equal(expected)
+
+
+def refused_meshes() -> list[str]:
+    """Return the errors of meshes that Shards cannot be on."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    lower = dist.new_group([0, 1])
+    part = distribute_tensor(torch.ones(4, 2), mesh["ep"], [TorchShard(0)])
+    apart = DeviceMesh("cpu", [0, 2, 1, 3])
+    return [
+        failure_of(Shards, torch.ones(2), mesh),
+        failure_of(Shards, torch.ones(2), lower),
+        failure_of(Shards, torch.ones(2), "ep"),
+        failure_of(Shards, [1.0], mesh["ep"]),
+        failure_of(Shards(part, mesh["ep"]).whole, "w"),
+        failure_of(Shards(part, apart).whole, "w"),
+        failure_of(Shards(torch.ones(2), mesh["ep"], 1).whole, "w"),
+    ]
+
+
+class Factored(torch.optim.Optimizer):
+    """An optimizer whose state has fewer elements than its parameters, as Adafactor's."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            own = self.state[parameter]
+            own["step"] = own.get("step", torch.zeros(())) + 1
+            own["rows"] = parameter.detach().mean(-1, keepdim=True)
+            own["columns"] = torch.ones(7)
+
+
+def factored(fill: float | None) -> tuple[dict[str, Any], nn.Module]:
+    model = nn.Module()
+    model.w = nn.Parameter(part_of(whole(4, 2, 3)) if fill is None else torch.full_like(part_of(whole(4, 2, 3)), fill))
+    Shards.mark(model, "w", dist.group.WORLD)
+    return {"model": model, "optimizer": Factored(model.parameters())}, model
+
+
+def save_factored(path: str) -> None:
+    tree, _ = factored(None)
+    tree["optimizer"].step()
+    dtckpt.save(path, tree)
+
+
+def restore_factored(path: str) -> bool:
+    tree, model = factored(-1.0)
+    dtckpt.restore(path, tree)
+    own = tree["optimizer"].state[model.w]
+    is_right = own["rows"].equal(part_of(whole(4, 2, 3).mean(-1, keepdim=True))) and own["step"] == 1
+    return is_right and own["columns"].equal(torch.ones(7)) and model.w.equal(part_of(whole(4, 2, 3)))
+
+
+def managed(root: str, *, is_first: bool) -> list[int]:
+    """Save two steps with a manager, or restore the newest; return the steps."""
+    tree = tree_of(None if is_first else -1.0, "group")
+    with dtckpt.CheckpointManager(root) as manager:
+        if not is_first:
+            step = manager.restore(target=tree).step
+            assert tree["rows"].tensor.equal(part_of(whole(8, 3)))
+            return [step]
+        for step in range(2):
+            manager.save(step, tree)
+        manager.wait()
+        return list(manager.all_steps())
+
+
+def wrapped_marks() -> list[str]:
+    """Return the names of marked parameters in the states of wrappers and parts of a module."""
+    model = nn.ModuleDict({"moe": nn.ModuleDict({"experts": nn.Linear(2, 3)}), "out": nn.Linear(3, 3)})
+    Shards.mark(model, "moe.experts.*", dist.group.WORLD)
+    held = {
+        "model": model,
+        "ddp": DistributedDataParallel(model),
+        "compiled": torch.compile(model, backend="eager"),
+        "part": model["moe"],
+    }
+    leaves, _, _ = flatten_state(held, ClientNumber(0, 1))
+    return sorted(name for name, leaf in leaves.items() if isinstance(leaf, Shards))
 
 
 # --- an expert-parallel model, within FSDP2 or alone ---

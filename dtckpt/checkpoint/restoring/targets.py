@@ -6,7 +6,6 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -217,7 +216,7 @@ class _Matcher:
         if scope.drops and self._is_replaced(target, node, scope):
             return self._take(node, path, scope)
         if isinstance(target, Shards):
-            memory = self._visit_tensor(target.tensor, node, path, target.having)
+            memory = self._visit_tensor(target.tensor, node, path, target.shard_mark)
             return lambda: target.assign(memory())
         if is_tensor(target) or type(target) is np.ndarray:
             return self._visit_tensor(target, node, path)
@@ -263,7 +262,7 @@ class _Matcher:
         target: torch.Tensor | np.ndarray[Any, Any],
         node: trees.Node,
         path: tuple[str, ...],
-        as_shards: Callable[[torch.Tensor], Shards] | None = None,
+        mark: ShardMark | None = None,
     ) -> Callable[[], Any]:
         name = trees.name_of_tensor(node)
         if name is None:
@@ -280,9 +279,7 @@ class _Matcher:
         self.used.add(name)
         # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
         memory = self.modules.memory_of(target, name) if isinstance(target, torch.Tensor) else target
-        if (mark := self._marks.get(id(target))) is not None:
-            as_shards = partial(Shards.of, mark=mark)
-        self.leaves.append((name, as_leaf(memory if as_shards is None else as_shards(memory), name, self._kept)))
+        self._fill(name, memory, mark or self._marks.get(id(target)))
         return lambda: memory
 
     def _visit_object(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
@@ -313,22 +310,23 @@ class _Matcher:
         self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
         arrays = set(trees.array_names(node))
         new = {
-            name: new_memory(name, info.shape, info.dtype)
-            if name in arrays
-            else self._allocate(name, info, scope)
+            name: new_memory(name, info.shape, info.dtype) if name in arrays else self._allocate(name, info, scope)
             for name, info in infos.items()
         }
         for name, tensor in new.items():
-            mark = self._marks.get(id(tensor))
-            leaf = as_leaf(tensor if mark is None else Shards.of(tensor, mark), name, self._kept)
-            self.leaves.append((name, leaf))
+            self._fill(name, tensor, self._marks.get(id(tensor)))
         made = with_arrays(new, arrays)
         return lambda: trees.build(node, made.__getitem__)
 
+    def _fill(self, name: str, memory: torch.Tensor | np.ndarray[Any, Any], mark: ShardMark | None) -> None:
+        """Note memory that is to be filled with a tensor, or with the part of it that a mark says."""
+        leaf = Shards.of(memory, mark) if mark is not None and isinstance(memory, torch.Tensor) else memory
+        self.leaves.append((name, as_leaf(leaf, name, self._kept)))
+
     def _allocate(self, name: str, info: TensorInfo, scope: Scope) -> torch.Tensor:
         """Allocate a tensor that the target lacks; of the state of a marked parameter, this client's part."""
-        mark = None if scope.parameter is None else self._shard_marks.get(id(scope.parameter))
-        shape = None if mark is None else mark.shape_of_part(info.shape, scope.parameter, name)
+        mark, parameter = self._shard_marks.get(id(scope.parameter)), scope.parameter
+        shape = None if mark is None or parameter is None else mark.shape_of_part(info.shape, parameter, name)
         if mark is None or shape is None:
             return self._layouts.allocate(name, info, scope)
         part = self._layouts.allocate(name, replace(info, shape=shape), scope)

@@ -38,9 +38,9 @@ class Description:
         tensors: list[tuple[str, int]] = []
         for spec in self.specs:
             # Most tensors of a model are like others; those share the object of their holdings, too.
-            key = id(spec.holdings), spec.shape, spec.dtype, spec.stored_dtype, spec.codec, spec.layout
-            key += spec.copies, spec.is_parameter
-            tensors.append((spec.name, kinds.setdefault(key, len(kinds))))
+            placed = id(spec.holdings), spec.shape, spec.layout
+            kept = spec.dtype, spec.stored_dtype, spec.codec, spec.copies, spec.is_parameter
+            tensors.append((spec.name, kinds.setdefault((*placed, *kept), len(kinds))))
         by_kind = {kind: spec for spec, (_, kind) in zip(self.specs, tensors, strict=True)}
         described = [_kind_to_json(by_kind[kind], meshes) for kind in range(len(kinds))]
         texts = [mesh.portable().to_string() for mesh in meshes]

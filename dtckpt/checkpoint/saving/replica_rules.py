@@ -92,8 +92,8 @@ def _own_buffers(module: nn.Module) -> Iterator[str]:
 
 def _is_data_parallel(module: nn.Module) -> bool:
     # A module can be one of FSDP2 only if the program has imported that already.
-    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    return isinstance(module, DistributedDataParallel) or isinstance(module, fsdp)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return isinstance(module, DistributedDataParallel) or (fsdp is not None and isinstance(module, fsdp.FSDPModule))
 
 
 def validate_rules_used(options: SaveOptions, plan: SavePlan) -> None:

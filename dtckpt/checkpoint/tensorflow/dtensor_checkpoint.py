@@ -196,9 +196,7 @@ class DTensorCheckpoint(Node):
                         f"tensor {name!r} is on another mesh; got {mesh_of(tensor)}, expected {self._mesh.to_string()}"
                     )
             entries = [(name, tensor, "") for name, tensor in leaves.items()]
-            return state_of_tensors(
-                entries, options, clients=self._mesh.clients, structure=structure, roles=roles
-            )
+            return state_of_tensors(entries, options, clients=self._mesh.clients, structure=structure, roles=roles)
 
         save_state(path, collect, options=options, participants=self._mesh.clients)
         return path

@@ -28,7 +28,9 @@ def test_buffers_of_data_parallel_modules_are_those_of_the_lowest_client(pool, t
 
 
 def test_statistics_of_a_batch_norm_may_differ_in_any_module(pool, tmp_path):
-    (error, lines, buffers), _ = pool.values(cases.save, f"{tmp_path}/s", "module", seen_equal=True, clients=2, group=True)
+    (error, lines, buffers), _ = pool.values(
+        cases.save, f"{tmp_path}/s", "module", seen_equal=True, clients=2, group=True
+    )
     assert (error, len(lines)) == ("none", 2)
     assert dtckpt.restore(f"{tmp_path}/s_1")["model"]["norm.running_mean"].equal(buffers["norm.running_mean"])
 
