@@ -38,9 +38,8 @@ def test_parts_of_other_sizes_are_refused_on_every_client(pool, tmp_path):
     first, second = pool.values(cases.save_sizes, path, (4, 3), None, clients=2, group=True)
     assert first == second
     assert first.startswith("ComponentError: ")
-    assert "shape (8, 2) float32, of which client 0 has a part of shape (4, 2)" in first
-    assert "shape (6, 2) float32, of which client 1 has a part of shape (3, 2)" in first
-    assert "size=" in first
+    assert "got shape (8, 2) float32 and shape (6, 2) float32" in first
+    assert "here of shapes (4, 2) and (3, 2), need size=" in first
     # They are those of torch.chunk: 4 and 3 are, 3 and 4 are not.
     first, second = pool.values(cases.save_sizes, path, (3, 4), 7, clients=2, group=True)
     assert first == second

@@ -128,26 +128,30 @@ def _validate_same_kind(name: str, claims: Sequence[Claim]) -> None:
     clients, first = claims[0]
     for others, spec in claims[1:]:
         if _kind(spec) != _kind(first):
-            cure = "pass the same tensor on every client that passes the name, or give other tensors other names"
-            if first.is_parameter and first.layout is None:
-                cure = f"{PARTS_CURE}; else {cure}"
-            elif first.layout is not None and spec.layout is not None:
-                cure = f"parts of dtckpt.Shards that differ in size need its size=; else {cure}"
             raise ComponentError(
-                f"{_these(clients)} and {_these(others)} disagree on tensor {name!r}; got "
-                f"{_kind_text(clients, first)} and {_kind_text(others, spec)}; {cure}"
+                f"{_these(clients)} and {_these(others)} disagree on tensor {name!r}; got {_kind_text(first)} and "
+                f"{_kind_text(spec)}; {_cure(claims[0], (others, spec))}pass the same tensor on every client that "
+                "passes the name, or give other tensors other names"
             )
+
+
+def _cure(*claims: Claim) -> str:
+    """Return, for an error about two claims on a tensor, what makes them parts of one, if they may be."""
+    if all(spec.layout is None for _, spec in claims):
+        return f"{PARTS_CURE}; else " if any(spec.is_parameter for _, spec in claims) else ""
+    held = [box.region.shape for clients, spec in claims for box in spec.holdings if clients[0] in box.clients]
+    if any(spec.layout is None for _, spec in claims) or len(held) < 2 or held[0] == held[1]:
+        return ""
+    return f"parts of dtckpt.Shards that differ in size, here of shapes {held[0]} and {held[1]}, need size=; else "
 
 
 def _kind(spec: TensorSpec) -> tuple[object, ...]:
     return spec.shape, spec.dtype, spec.stored_dtype, spec.codec
 
 
-def _kind_text(clients: Clients, spec: TensorSpec) -> str:
+def _kind_text(spec: TensorSpec) -> str:
     stored = "" if spec.stored_dtype == spec.dtype else f" stored as {spec.stored_dtype}"
-    own = next((holding.region.shape for holding in spec.holdings if clients[0] in holding.clients), spec.shape)
-    part = "" if own == spec.shape else f", of which client {clients[0]} has a part of shape {own}"
-    return f"shape {spec.shape} {spec.dtype}{stored}{part}"
+    return f"shape {spec.shape} {spec.dtype}{stored}"
 
 
 def _united_holdings(name: str, claims: Sequence[Claim]) -> tuple[Holding, ...]:
