@@ -11,11 +11,12 @@ from torch import nn
 import dtckpt
 from dtckpt import Shards
 from dtckpt.checkpoint.shards import mark_of, shard_marks
-from dtckpt.errors import ConfigError, MeshError
+from dtckpt.errors import ConfigError, MeshError, TreeError
+from dtckpt.interop.dcp.state_items import encode_item
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("kind", ["group", "torch mesh", "mesh"])
+@pytest.mark.parametrize("kind", ["group", "torch mesh", "mesh", "half"])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_parts_come_back_on_any_number_of_clients(pool, tmp_path, kind, is_async):
     path = f"{tmp_path}/s"
@@ -146,6 +147,12 @@ def test_a_target_on_the_meta_device_gets_memory(tmp_path):
     assert target["w"].tensor.tolist() == [0, 1, 2, 3, 4, 5]
 
 
+def test_an_item_of_dcp_cannot_be_one():
+    mesh = dtckpt.create_mesh({"ep": 1})
+    with pytest.raises(TreeError, match=r"'w'.* holds the sharded tensor 'w'; put a DTensor"):
+        encode_item(Shards(torch.ones(2), mesh), "w", ("w",))
+
+
 def test_a_client_with_several_devices_is_refused():
     with pytest.raises(MeshError, match="expected one device per client"):
         Shards(torch.ones(2), dtckpt.abstract_mesh({"ep": 2}))
@@ -186,6 +193,17 @@ def test_stacked_experts_on_the_meta_device(pool, tmp_path, is_sharded):
         cases.resume_training, path, 2, "stacked", is_sharded=is_sharded, on_meta=True, clients=2, group=True
     )
     assert found == [pytest.approx(losses[0], rel=1e-5)] * 2
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_unmarked_experts_are_refused(pool, tmp_path, is_sharded):
+    path = f"{tmp_path}/s"
+    for error in pool.values(cases.save_unmarked_experts, path, is_sharded=is_sharded, clients=4, group=True):
+        assert error.startswith("ReplicaMismatchError: client 0: copies of ")
+        assert "model/experts.w' must be equal" in error
+        assert "dtckpt.Shards.mark(module, ...)" in error
+        assert "PerClient" not in error
 
 
 @pytest.mark.processes

@@ -21,7 +21,7 @@ from dtckpt.checkpoint.saving.state import flatten_state
 from dtckpt.errors import DtckptError
 
 EXPERTS, WIDTH, HIDDEN = 8, 4, 6
-SHAPES = {"rows": (8, 3), "columns": (3, 8), "uneven": (7, 2)}
+SHAPES = {"rows": (8, 3), "columns": (3, 8), "uneven": (7, 2), "few": (5, 2)}
 
 
 def whole(*shape: int) -> torch.Tensor:
@@ -50,20 +50,33 @@ def failure_of(call: Any, *args: Any, **kwargs: Any) -> str:
 
 
 def tree_of(fill: float | None, kind: str) -> dict[str, Any]:
-    """Return a tree with parts of three tensors, of the right elements or of one value everywhere."""
+    """Return a tree with parts of some tensors, of the right elements or of one value everywhere.
+
+    Args:
+        fill: The value.
+        kind: Over which kind of mesh or group; with ``half``, each half of the clients has all parts.
+    """
     mesh: Any = dist.group.WORLD
+    number, parts = dist.get_rank(), dist.get_world_size()
     if kind == "torch mesh":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+        mesh = init_device_mesh("cpu", (parts,), mesh_dim_names=("ep",))
     elif kind == "mesh":
-        mesh = dtckpt.create_distributed_mesh({"ep": dist.get_world_size()})
-    parts = {name: part_of(whole(*shape), 1 if name == "columns" else 0) for name, shape in SHAPES.items()}
-    for tensor in parts.values():
+        mesh = dtckpt.create_distributed_mesh({"ep": parts})
+    elif kind == "half" and parts > 1:
+        mesh, _ = dist.new_subgroups(parts // 2)
+        number, parts = dist.get_rank(mesh), dist.get_world_size(mesh)
+    own = {
+        name: part_of(whole(*shape), 1 if name == "columns" else 0, number=number, parts=parts)
+        for name, shape in SHAPES.items()
+    }
+    for tensor in own.values():
         if fill is not None:
             tensor.fill_(fill)
     return {
-        "rows": Shards(parts["rows"], mesh),
-        "columns": Shards(parts["columns"], mesh, -1),
-        "uneven": Shards(nn.Parameter(parts["uneven"]), mesh, size=7),
+        "rows": Shards(own["rows"], mesh),
+        "columns": Shards(own["columns"], mesh, -1),
+        "uneven": Shards(nn.Parameter(own["uneven"]), mesh, size=7),
+        "few": Shards(own["few"], mesh, size=5),
         "norm": torch.ones(3) if fill is None else torch.full((3,), fill),
     }
 
@@ -281,7 +294,7 @@ class Model(nn.Module):
 
 
 def training(
-    ep: int, kind: type[Stacked | Named], *, is_sharded: bool, on_meta: bool = False
+    ep: int, kind: type[Stacked | Named], *, is_sharded: bool, on_meta: bool = False, is_marked: bool = True
 ) -> tuple[Model, torch.optim.Optimizer, DeviceMesh]:
     """Return a model over all clients, and its optimizer.
 
@@ -290,12 +303,13 @@ def training(
         kind: The class of the experts.
         is_sharded: Whether FSDP2 shards the experts over ``dp``, and the rest over all clients.
         on_meta: Whether the model gets its memory by a restore.
+        is_marked: Whether stacked experts are marked.
     """
     mesh = init_device_mesh("cpu", (dist.get_world_size() // ep, ep), mesh_dim_names=("dp", "ep"))
     model = Model(mesh, kind)
     if on_meta:
         model.to("meta")
-    if kind is Stacked:
+    if kind is Stacked and is_marked:
         Shards.mark(model, "experts.w", mesh["ep"])
     if is_sharded:
         fully_shard(model.experts, mesh=mesh["dp"])
@@ -336,6 +350,12 @@ def save_training(path: str, ep: int, kind: str, *, is_sharded: bool, is_async: 
     else:
         dtckpt.save(path, state_of(model, optimizer))
     return train(model, optimizer, mesh, range(2, 5))
+
+
+def save_unmarked_experts(path: str, *, is_sharded: bool) -> str:
+    """Save stacked experts that are not marked; return the error."""
+    model, optimizer, _ = training(2, Stacked, is_sharded=is_sharded, is_marked=False)
+    return failure_of(dtckpt.save, path, {"model": model, "optimizer": optimizer})
 
 
 def resume_training(
