@@ -43,8 +43,9 @@ def save(
     Args:
         path: Directory of the checkpoint, whose parents are made; or a URL.
         tree: Nested containers of DTensors (also PyTorch's), tensors (a copy on every client that passes them, or parts
-            as `Shards`), plain values, and objects with ``state_dict()`` and ``load_state_dict()``. Containers are dicts, lists,
-            tuples, those of `collections`, namespaces, named tuples and dataclasses; see docs/checkpointing.md.
+            as `Shards`), plain values, and objects with ``state_dict()`` and ``load_state_dict()``. Containers are
+            dicts, lists, tuples, those of `collections`, namespaces, named tuples and dataclasses; see
+            docs/checkpointing.md.
         options: See `SaveOptions`.
         step: The step of the training run, from 0 on, which tells which save this is. Clients compare it, so that a
             save that one of them began alone, or skipped, is never joined to another step of the others. Default:
