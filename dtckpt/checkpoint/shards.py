@@ -16,6 +16,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -310,6 +311,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
 
 
+@lru_cache(maxsize=1 << 16)
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(unwrapped(name), pattern)
 

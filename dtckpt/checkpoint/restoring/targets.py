@@ -47,8 +47,18 @@ from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
 
 
-def tensors_of(target: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(
+    target: Any, key: str = "", depth: int = 0, marks: Mapping[int, ShardMark] | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a target, each with its last key, and the parameters of its optimizers.
+
+    Parts of global tensors are yielded as these.
+
+    Args:
+        target: The target.
+        key: Its key in what holds it.
+        depth: Its level.
+        marks: The `shard_marks`, if they are known.
 
     Raises:
         TreeError: It is too deep.
@@ -58,17 +68,17 @@ def tensors_of(target: Any, key: str = "", depth: int = 0) -> Iterator[tuple[str
     if is_tensor(target):
         yield key, target.whole(key) if isinstance(target, Shards) else target
         return
+    marks = shard_marks() if marks is None else marks
     if is_stateful_target(target):
-        marks = shard_marks()
         for parameter in parameters_of(target):
             mark = marks.get(id(parameter))
             yield "", parameter if mark is None else mark.whole(parameter, "")
-        yield from tensors_of(state_of_object(target, marks), key, depth + 1)
+        yield from tensors_of(state_of_object(target, marks), key, depth + 1, marks)
     elif isinstance(target, PerClient):
-        yield from tensors_of(target.value, key, depth + 1)
+        yield from tensors_of(target.value, key, depth + 1, marks)
     elif (items := items_of_target(target)) is not None:
         for below, child in items.items() if isinstance(items, Mapping) else enumerate(items):
-            yield from tensors_of(child, str(below), depth + 1)
+            yield from tensors_of(child, str(below), depth + 1, marks)
 
 
 def is_stateful_target(target: Any) -> bool:
