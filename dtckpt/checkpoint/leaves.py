@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
-from dtckpt.checkpoint.shards import ShardMark, Shards, sharded_state
+from dtckpt.checkpoint.shards import Shards
 from dtckpt.comm.torch_private import AsyncCollectiveTensor, detect_fake_mode, is_fake
 from dtckpt.dtensor import DTensor, DVariable, torch_interop
 from dtckpt.errors import DTypeError, LayoutError
@@ -118,16 +118,6 @@ def _is_container(value: torch.Tensor) -> bool:
 def is_stateful(value: object) -> bool:
     """Whether a value is `Stateful`: an object, not a class of such objects."""
     return isinstance(value, Stateful) and not isinstance(value, type)
-
-
-def state_of_object(value: Any, marks: Mapping[int, ShardMark]) -> Any:
-    """Return the state of a stateful object, and any other value itself.
-
-    Args:
-        value: The value.
-        marks: The `shard_marks`; the state has `Shards` in place of marked tensors.
-    """
-    return sharded_state(value, value.state_dict(), marks) if is_stateful(value) else value
 
 
 def mesh_of(value: Any) -> Mesh | None:

@@ -16,6 +16,7 @@ from dtckpt.format.manifest import KVSTORES
 
 CASTS = ("exact", "lossless", "any")
 KEYS = ("union", "same")
+STRICT = ("", "names")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +93,8 @@ class RestoreOptions:
             ``any``.
         allow_missing: Leave tensors and values of the target as they are if the checkpoint has none for them.
         allow_unexpected: Pass over tensors and values of the checkpoint that the target does not ask for.
+        strict: ``names`` refuses what finds its owner by anything but a name: the state of an optimizer by position,
+            and options of its groups that the checkpoint lacks. By default these are in `RestoreReport.owners` only.
         rename: New names for tensors and values of the checkpoint; see
             `dtckpt.checkpoint.restoring.rename_rules.Rename`.
         report: Called with the `RestoreReport`, when all is restored, or when the restore is refused because something
@@ -105,6 +108,7 @@ class RestoreOptions:
     cast: str = "lossless"
     allow_missing: bool = False
     allow_unexpected: bool = False
+    strict: str = ""
     rename: Rename | None = None
     report: Callable[[RestoreReport], object] | None = None
     read_once: bool | None = None
@@ -113,6 +117,7 @@ class RestoreOptions:
 
     def __post_init__(self) -> None:
         _validate_choice("cast", self.cast, CASTS)
+        _validate_choice("strict", self.strict, STRICT)
         if self.rename is not None:
             validate_rename(self.rename)
         if self.report is not None and not callable(self.report):

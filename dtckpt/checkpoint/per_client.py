@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
-from dtckpt.checkpoint.leaves import state_of_object
-from dtckpt.checkpoint.shards import shard_marks
 from dtckpt.errors import ConfigError, TensorNotFoundError, capped
 from dtckpt.format.client_values import ClientValues
 
@@ -99,15 +97,3 @@ class PerClient:
             "PerClient(value, on_resize=…), or restore without a target, which gives all values",
             name=where,
         )
-
-
-def state_of(client: ClientNumber) -> Callable[[Any], Any]:
-    """Return the function that gives what a client saves of an object of a tree: its state, or any other value."""
-    marks = shard_marks()
-
-    def state(value: Any) -> Any:
-        if isinstance(value, PerClient):
-            return ClientValues({client.number: value.value}, client.num_clients)
-        return state_of_object(value, marks)
-
-    return state

@@ -46,15 +46,33 @@ _BASES = (dict, list, tuple)
 _BASE_NAMES = tuple(base.__name__ for base in _BASES)
 
 
+@dataclass(frozen=True, slots=True)
+class Late:
+    """State of an object that is asked for when the tensors of other objects have their names.
+
+    Args:
+        rank: Of several such objects those with a lower rank come first.
+        state: Returns the state, given the tensors and arrays of the tree so far, by name.
+    """
+
+    rank: int
+    state: Callable[[Mapping[str, Any]], Any]
+
+
+def _own_state(value: Any, path: str) -> Any:
+    del path
+    return value
+
+
 def flatten(
-    tree: Any, is_leaf: Callable[[Any], bool], state_of: Callable[[Any], Any] = lambda value: value, at: str = ""
+    tree: Any, is_leaf: Callable[[Any], bool], state_of: Callable[[Any, str], Any] = _own_state, at: str = ""
 ) -> tuple[dict[str, Any], Node]:
     """Split a tree into its tensors and its structure.
 
     Args:
         tree: Nested containers; leaves are tensors, arrays of numpy and plain values.
         is_leaf: Whether an object is a tensor, to be stored as an array.
-        state_of: Returns the state of a stateful object, as a tree; any other object as it is.
+        state_of: Returns the state of a stateful object at a path, as a tree, or as `Late`; any other object as it is.
         at: The tree's path, if it is a part of a larger one.
 
     Returns:
@@ -65,6 +83,7 @@ def flatten(
     """
     flattening = _Flattening(is_leaf, state_of)
     node = flattening.visit(tree, f"{at}/" if at else "", 0)
+    flattening.visit_late()
     return flattening.leaves, node
 
 
@@ -73,8 +92,9 @@ def flatten(
 @dataclass(slots=True)
 class _Flattening:
     is_leaf: Callable[[Any], bool]
-    state_of: Callable[[Any], Any]
+    state_of: Callable[[Any, str], Any]
     leaves: dict[str, Any] = field(default_factory=dict)
+    late: list[tuple[Late, Node, str, int]] = field(default_factory=list)
 
     def visit(self, value: Any, prefix: str, depth: int) -> Node:
         """Return the node of a value, and note the tensors below it.
@@ -98,8 +118,12 @@ class _Flattening:
             return {"ndarray": self._name(value, where)}
         # One level deeper: an object whose state is another such object, and so on without end, is refused at
         # `MAX_DEPTH`.
-        if (state := self.state_of(value)) is not value:
-            return self.visit(state, prefix, depth + 1)
+        if (state := self.state_of(value, where)) is not value:
+            if not isinstance(state, Late):
+                return self.visit(state, prefix, depth + 1)
+            late: Node = {}
+            self.late.append((state, late, prefix, depth + 1))
+            return late
         kind = name_of(value)
         if kind is None:
             raise refusal(value, where)
@@ -109,6 +133,11 @@ class _Flattening:
         if container.has_tree_argument:
             argument = self._argument(argument, where)
         return {"type": [kind, argument, self._items(items, prefix, depth)]}
+
+    def visit_late(self) -> None:
+        """Complete the nodes of late objects."""
+        for late, node, prefix, depth in sorted(self.late, key=lambda each: each[0].rank):
+            node.update(self.visit(late.state(self.leaves), prefix, depth))
 
     def _name(self, leaf: Any, where: str) -> str:
         """Note a tensor or an array; return its name."""
@@ -277,7 +306,7 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
         # An empty container is a leaf: nothing below would bring it back.
         if opened is None or not opened[1]:
             name = name_of_tensor(node) or "/".join(path)
-            new = tuple(names[name].split("/")) if name in names else path
+            new = _split_at_keys(names[name], path) if name in names else path
             leaves.append((new, node))
             for level in range(len(path)):
                 is_same_below = new[level - len(path) :] == path[level:]
@@ -302,6 +331,17 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
         if not new_paths and new_path is not None and path in before:
             before.setdefault(new_path, before[path])
     return grow(leaves, ()) if leaves else node
+
+
+def _split_at_keys(name: str, path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the keys of a new name: its segments, but at its end those of the old path, which may hold a ``/``."""
+    for end in range(len(path), 0, -1):
+        if name == path[end - 1]:
+            return path[end - 1 :]
+        if not name.endswith(f"/{path[end - 1]}"):
+            return (*name.split("/"), *path[end:])
+        name = name.removesuffix(f"/{path[end - 1]}")
+    return (*name.split("/"), *path)
 
 
 def relabel(node: Node, names: Mapping[str, str]) -> Node:

@@ -2,6 +2,14 @@
 
 Dicts are united by key, the first client's keys first, and so are the other containers that hold a dict. Everything
 else must be equal wherever several clients have it: plain values, and the kinds and lengths of containers.
+
+The states of optimizers whose parameters have names are united, too, as those of the stages of a pipeline::
+
+    client 0    {"state": {"a": …}, "param_groups": [{"lr": 1, "params": ["a"]}]}
+    client 1    {"state": {"b": …}, "param_groups": [{"lr": 1, "params": ["b"]}, {"lr": 2, "params": ["c"]}]}
+    union       {"state": …, "param_groups": [{"lr": 1, "params": ["a", "b"]}, {"lr": 2, "params": ["c"]}]}
+
+and so are lists of optimizers, which may differ in length.
 """
 
 from __future__ import annotations
@@ -46,7 +54,8 @@ def _unite(nodes: Sequence[tuple[int, Node]], path: tuple[str, ...]) -> Node:
     if kind == "type":
         return {kind: [*content[:2], _unite([(client, each[2]) for client, each in contents], path)]}
     if kind != "dict":
-        columns = ([(client, each[at]) for client, each in contents] for at in range(len(content)))
+        longest = max(len(each) for _, each in contents)
+        columns = ([(client, each[at]) for client, each in contents if at < len(each)] for at in range(longest))
         return {kind: [_unite(column, (*path, str(at))) for at, column in enumerate(columns)]}
     below: dict[bytes, tuple[Any, str, list[tuple[int, Node]]]] = {}
     for client, each in nodes:
@@ -54,7 +63,63 @@ def _unite(nodes: Sequence[tuple[int, Node]], path: tuple[str, ...]) -> Node:
         for (key, child), (decoded, _) in zip(each[kind], opened[1] if opened else (), strict=True):
             # By the JSON of the key: 1 and True are equal in Python.
             below.setdefault(trees.dump(key), (key, str(decoded), []))[2].append((client, child))
+    if all(_has_named_parameters(each) for _, each in nodes):
+        key, _, groups = below[_GROUPS]
+        below[_GROUPS] = key, "param_groups", [(first, _unite_groups([each for _, each in groups]))]
     return {kind: [[key, _unite(children, (*path, text))] for key, text, children in below.values()]}
+
+
+_GROUPS = trees.dump("param_groups")  # type: ignore[arg-type]  # a key, in JSON
+
+
+def _has_named_parameters(node: Node) -> bool:
+    """Whether a node is the state of an optimizer, and all its parameters have names."""
+    items = _items(node)
+    if not {"state", "param_groups"} <= items.keys() or "list" not in items["param_groups"]:
+        return False
+    groups = [_items(group) for group in items["param_groups"]["list"]]
+    return all(
+        "list" in group.get("params", {}) and all(type(each.get("value")) is str for each in group["params"]["list"])
+        for group in groups
+    )
+
+
+def _items(node: Node) -> dict[str, Node]:
+    """Return the items of a dict whose keys are text."""
+    return {key: child for key, child in node.get("dict", ()) if type(key) is str}
+
+
+def _unite_groups(nodes: Sequence[Node]) -> Node:
+    """Return the union of the groups of optimizers: groups with equal options are one, by their order if several are.
+
+    A restore finds the options of a parameter by its name, so it makes no difference which groups become one.
+    """
+    united: list[tuple[bytes, list[Any], dict[str, Any]]] = []
+    for node in nodes:
+        free = list(united)
+        for group in node["list"]:
+            items = _items(group)
+            options = [item for item in group["dict"] if item[0] not in _MEMBERS]
+            facts = trees.dump({"dict": sorted(options, key=lambda item: str(item[0]))})
+            found = next((each for each in free if each[0] == facts), None)
+            if found is None:
+                united.append(found := (facts, options, {}))
+            else:
+                free.remove(found)
+            own = items.get("param_names", {}).get("list") or [None] * len(items["params"]["list"])
+            for member, name in zip(items["params"]["list"], own, strict=True):
+                found[2].setdefault(member["value"], name)
+    return {"list": [_group(options, members) for _, options, members in united]}
+
+
+_MEMBERS = ("params", "param_names")
+
+
+def _group(options: Sequence[Any], members: Mapping[str, Any]) -> Node:
+    items = [*options, ["params", {"list": [{"value": name} for name in members]}]]
+    if members and None not in members.values():
+        items.append(["param_names", {"list": [*members.values()]}])
+    return {"dict": items}
 
 
 def _common_facts(node: Node) -> Any:
@@ -63,7 +128,8 @@ def _common_facts(node: Node) -> Any:
     if kind == "dict":
         return kind
     if kind in ("list", "tuple"):
-        return kind, len(content)
+        are_optimizers = bool(content) and all(map(_has_named_parameters, content))
+        return kind, "optimizers" if are_optimizers else len(content)
     return (kind, trees.dump(content[:2])) if kind == "type" else trees.dump(node)
 
 
@@ -73,8 +139,8 @@ def _disagreement(
     return SaveDisagreementError(
         f"client {client} and client {other} save different things at {'/'.join(path)!r}; got {_shown(node)} and "
         f"{_shown(other_node)}. Pass the same on every client that has the key; wrap a value that differs by client in "
-        "dtckpt.PerClient; of an optimizer pass the state by parameter names, as get_state_dict with "
-        "flatten_optimizer_state_dict=True returns it"
+        "dtckpt.PerClient; pass an optimizer itself, together with its module, and not its state_dict(), which numbers "
+        "the parameters of each client anew"
     )
 
 

@@ -378,9 +378,25 @@ def test_every_scalar_of_numpy():
 
 
 def test_states_of_objects_are_part_of_the_tree():
-    states = {"object": {"deep": 1j}}
-    _, structure = trees.flatten({"a": "x", "o": is_leaf}, is_leaf, lambda value: states["object"])
+    states = {"o": {"deep": 1j}}
+    _, structure = trees.flatten({"a": "x", "o": is_leaf}, is_leaf, lambda value, path: states[path])
     assert trees.build(structure, {}.get) == {"a": "x", "o": {"deep": 1j}}
+
+
+def test_late_objects_know_the_names_of_the_tensors_of_others():
+    tensor, seen = torch.ones(2), []
+
+    def late(value, path):
+        def state(leaves):
+            seen.append((path, list(leaves)))
+            return {"own": torch.ones(1)}
+
+        return trees.Late(int(path == "rng"), state)
+
+    tree = {"rng": object(), "optimizer": object(), "model": {"w": tensor}}
+    leaves, structure = trees.flatten(tree, lambda value: isinstance(value, torch.Tensor), late)
+    assert seen == [("optimizer", ["model/w"]), ("rng", ["model/w", "optimizer/own"])]
+    assert list(trees.build(structure, leaves.get)) == ["rng", "optimizer", "model"]
 
 
 def test_names_of_a_checkpoint_run_no_code():

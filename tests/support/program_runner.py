@@ -41,9 +41,16 @@ MEMORY_FACTS = ("stride", "offset", "is_contiguous", "channels_last")
 NOT_REFUSED = (
     "some elements of the input tensor and the written-to tensor refer to a single memory location",
     "view_as_real doesn't work on unresolved conjugated tensors",
+    "is not supported for tensors with negative bit set",
     "ZeroTensors are immutable",
 )
 """Texts of errors that plain tensors alone raise. There a program ends, too."""
+
+LAZY_REFUSED = (
+    "more than one element of the written-to tensor refers to a single memory location",
+    "some elements of the input tensor and the written-to tensor refer to a single memory location",
+)
+"""Texts of errors that plain tensors raise only where they are, or only where they are not, conjugated lazily."""
 
 # Accepted departures, by what docs/departures.md says of them, and how programs keep away from them:
 # * "Tensors that distribute_tensor or a redistribution makes have contiguous strides": the inputs are contiguous.
@@ -146,6 +153,8 @@ def _differences(program: Program, mesh: Mesh) -> Iterator[Difference]:
             _take_plain_zeros(plain, ours)
         if any(text in str(error) for text in REFUSED) or any(text in str(expected) for text in NOT_REFUSED):
             return
+        if is_lazy and any(text in f"{expected}{error}" for text in LAZY_REFUSED):
+            return
         if (expected is None) != (error is None):
             kind = "does not raise" if error is None else "raises"
             yield Difference(kind, position, "", f"expected {_named(expected)}, got {_named(error)}")
@@ -208,7 +217,7 @@ def _facts(tensor: torch.Tensor) -> dict[str, Any]:
         "is_leaf": tensor.is_leaf,
         "grad_fn": tensor.grad_fn is not None,
     }
-    if tensor.ndim == 4:
+    if tensor.ndim == 4 and tensor.numel():
         made["channels_last"] = tensor.is_contiguous(memory_format=torch.channels_last)
     return made
 

@@ -66,7 +66,10 @@ class Variables:
                 rng.choice(specs).append(axis)
             elif way > 0.7 and self.can_be_pending:
                 waiting.append((axis, rng.choice(reductions)))
-        waiting = [(axis, waiting[0][1]) for axis, _ in waiting]
+        # A third is no exact number.
+        has_thirds = self.is_exact and any(size & (size - 1) for size in self.axes.values())
+        reduction = "" if not waiting else "sum" if has_thirds and waiting[0][1] == "avg" else waiting[0][1]
+        waiting = [(axis, reduction) for axis, _ in waiting]
         needs = kind in "fc" and rng.random() < self.gradient_share
         made = Input(
             name,

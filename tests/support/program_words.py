@@ -10,6 +10,9 @@ import torch
 from .program_grammar import COPIES, Row
 from .program_variables import FLOATS, KINDS, OTHERS, Unfit, Variables, kind_of
 
+_UNCHECKED = ("out={x}", "{x}.tril_", "{x}.triu_")
+"""Writes that PyTorch does not always refuse if one place in memory is several elements."""
+
 
 class Words(Variables):
     """Fills templates."""
@@ -30,7 +33,18 @@ class Words(Variables):
         """Return a variable for x, or a new input."""
         kind = self.rng.choice(row.kinds)
         try:
-            return self.variable(lambda each: kind_of(each.dtype) == kind and str(each.ndim) in row.ranks)
+            return self.variable(
+                lambda each: (
+                    kind_of(each.dtype) == kind
+                    and str(each.ndim) in row.ranks
+                    # Some operators of PyTorch write to one place several times, and it keeps any of the values.
+                    and not (any(text in row.statement for text in _UNCHECKED) and _is_expanded(each))
+                    # The mean of no numbers is whatever was in memory.
+                    and not ("F.multi_margin_loss" in row.statement and not each.numel())
+                    # Autograd would go on to take it for a part of its base.
+                    and not (row.statement.startswith("{x}.data = ") and each._is_view())
+                )
+            )
         except Unfit:
             if self.rng.random() < 0.5:
                 raise
@@ -341,3 +355,8 @@ class Words(Variables):
 
     def _draw_patch(self) -> str:
         return self.of_shape((2, self.x.shape[1], 2, 2))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether some dim has one place in memory for several elements."""
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard as TorchShard
@@ -333,22 +332,14 @@ def train(model: Model, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, step
     return losses
 
 
-def state_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the tree: the objects, or where experts have names of their own, the state by these names."""
-    if isinstance(model.experts, Stacked):
-        return {"model": model, "optimizer": optimizer}
-    weights, moments = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
-    return {"model": weights, "optimizer": moments}
-
-
 def save_training(path: str, ep: int, kind: str, *, is_sharded: bool, is_async: bool = False) -> list[float]:
     """Train for two steps, save, and train on; return the losses after the save."""
     model, optimizer, mesh = training(ep, KINDS[kind], is_sharded=is_sharded)
     train(model, optimizer, mesh, range(2))
     if is_async:
-        dtckpt.save_async(path, state_of(model, optimizer)).result(20)
+        dtckpt.save_async(path, {"model": model, "optimizer": optimizer}).result(20)
     else:
-        dtckpt.save(path, state_of(model, optimizer))
+        dtckpt.save(path, {"model": model, "optimizer": optimizer})
     return train(model, optimizer, mesh, range(2, 5))
 
 
@@ -369,13 +360,7 @@ def resume_training(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-    state = state_of(model, optimizer)
-    dtckpt.restore(path, state)
-    if kind == "named":
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options
-        )
+    dtckpt.restore(path, {"model": model, "optimizer": optimizer})
     return train(model, optimizer, mesh, range(2, 5))
 
 

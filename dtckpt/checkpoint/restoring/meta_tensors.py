@@ -48,11 +48,6 @@ class MetaTensors:
             self._memory[id(tensor)] = tensor, new
         return self._memory[id(tensor)][1]
 
-    def state_of(self, target: Any) -> Any:
-        """Return the state of an object; of a module on the meta device with its very tensors, not detached ones."""
-        has_meta = isinstance(target, nn.Module) and any(is_meta(tensor) for _, tensor in _named_tensors(target))
-        return target.state_dict(keep_vars=True) if has_meta else target.state_dict()
-
     def validate(self, target: Any, state: Any, path: str) -> None:
         """Check that all tensors of a module on the meta device can get memory; note them.
 
@@ -106,6 +101,12 @@ class MetaTensors:
         """Let the tensors of modules have the memory that was allocated for them."""
         for tensor in {id(tensor): tensor for tensor in self._in_modules}.values():
             _give_memory(tensor, self._memory[id(tensor)][1])
+
+
+def state_of_module(module: nn.Module) -> Any:
+    """Return the state of a module; of one on the meta device with its very tensors, not detached ones."""
+    has_meta = any(is_meta(tensor) for _, tensor in _named_tensors(module))
+    return module.state_dict(keep_vars=True) if has_meta else module.state_dict()
 
 
 def is_meta(tensor: object) -> bool:

@@ -6,7 +6,7 @@ optimizer that has not made a step yet, a loader that has seen more or fewer sam
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtckpt.checkpoint.leaves import mesh_of
+from dtckpt.checkpoint.parameter_names import parameters_of
 from dtckpt.comm.torch_private import storage_id
 
 
@@ -36,9 +37,11 @@ class Scope:
         drops: Items of the target that were not saved go, and what has another kind, length or shape is replaced.
         is_optimizer: It is the state of an optimizer's parameters.
         parameter: The parameter whose state it is, if known.
+        optimizer: The class of the optimizer whose state it is, if known.
         is_numbered: Its keys number the parameters of a single group, most likely in the order of the model's tensors.
         fixed: The storages of modules that the object holds; their tensors neither come, go nor change their shape.
         by_key: The scopes of items, where they differ from `inner`.
+        keeps: Keys of items that stay as they are where they were not saved.
     """
 
     adds: bool = False
@@ -48,13 +51,23 @@ class Scope:
     fixed: frozenset[int] = frozenset()
     is_numbered: bool = False
     by_key: Mapping[Any, Scope] = field(default_factory=dict)
+    keeps: frozenset[Any] = frozenset()
+    optimizer: type | None = None
 
     def below(self, key: Any) -> Scope:
         """Return the scope of an item."""
         if key in self.by_key:
             return self.by_key[key]
         # The first level of an object's state has the names of its parts; below, anything may come and go.
-        return Scope(self.adds, self.adds, self.is_optimizer, self.parameter, self.fixed, self.is_numbered)
+        return Scope(
+            self.adds,
+            self.adds,
+            self.is_optimizer,
+            self.parameter,
+            self.fixed,
+            self.is_numbered,
+            optimizer=self.optimizer,
+        )
 
     def closed(self) -> Scope:
         """Return the scope of a container that cannot grow or shrink."""
@@ -96,6 +109,24 @@ def scope_of_object(target: Any, state: Any) -> Scope:
     return Scope(adds=True, fixed=frozenset(map(_storage, tensors)) - {0})
 
 
+def keep_defaults(scope: Scope, state: frozenset[Any], options: Sequence[frozenset[str]]) -> Scope:
+    """Return the scope of an optimizer's state in which some parts stay as they are.
+
+    Args:
+        scope: The scope without them.
+        state: Keys of parameters whose state stays.
+        options: For each group, the options that stay.
+    """
+    groups = scope.by_key.get("param_groups", scope.below("param_groups"))
+    by_number = {number: replace(groups.below(number), keeps=kept) for number, kept in enumerate(options) if kept}
+    by_key = {
+        **scope.by_key,
+        "state": replace(scope.below("state"), keeps=state),
+        "param_groups": replace(groups, by_key={**groups.by_key, **by_number}),
+    }
+    return replace(scope, by_key=by_key)
+
+
 def is_optimizer_state(items: Mapping[Any, Any]) -> bool:
     """Whether a dict is what ``Optimizer.state_dict()`` returns."""
     return "state" in items and "param_groups" in items
@@ -112,16 +143,9 @@ def scope_of_dict(items: Mapping[Any, Any], scope: Scope) -> Scope:
     return scope
 
 
-def parameters_of(target: Any) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer, in its order; none of any other object."""
-    if not isinstance(target, Optimizer):
-        return []
-    return [parameter for group in target.param_groups for parameter in group["params"]]
-
-
 def _scope_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> Scope:
     by_key = {
-        key: Scope(adds=True, drops=True, is_optimizer=True, parameter=parameter)
+        key: Scope(adds=True, drops=True, is_optimizer=True, parameter=parameter, optimizer=type(optimizer))
         for key, parameter in zip(_keys_of_parameters(state), parameters_of(optimizer), strict=False)
     }
     # The number of groups and of their parameters is the optimizer's own; what else is in them may grow.

@@ -10,6 +10,7 @@ from typing import Any
 from dtckpt.checkpoint.leaves import Leaf
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.restoring.optimizer_match import Rule
 from dtckpt.checkpoint.restoring.rename_rules import renamed
 from dtckpt.checkpoint.restoring.report import Cast, Reshaped, RestoreReport
 from dtckpt.errors import DTypeError, ShapeMismatchError, TensorNotFoundError, UnexpectedTensorError, capped
@@ -30,6 +31,7 @@ class RestorePlan:
         missing: As in `RestoreReport`.
         defaulted: As in `RestoreReport`.
         unexpected: As in `RestoreReport`, of this client alone.
+        owners: As in `RestoreReport`.
     """
 
     leaves: Sequence[tuple[str, Leaf]]
@@ -38,6 +40,7 @@ class RestorePlan:
     missing: Sequence[str] = ()
     defaulted: Sequence[str] = ()
     unexpected: Sequence[str] = ()
+    owners: Mapping[str, Rule] = field(default_factory=dict)
 
     def new_names_of(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the new names, sorted, of what has these names in the checkpoint."""
@@ -64,6 +67,7 @@ class RestorePlan:
             reshaped=tuple(reshaped),
             cast=tuple(cast),
             renamed=dict(self.renamed),
+            owners=dict(self.owners),
         )
 
 
@@ -94,6 +98,14 @@ def validate_report(report: RestoreReport, options: RestoreOptions) -> None:
         raise ShapeMismatchError(
             f"tensor {first.name!r} has another shape; got {first.target} in the target, expected {first.saved}"
             f"{_others(more)}"
+        )
+    unnamed = [part for part, rule in report.owners.items() if rule != "name"]
+    if unnamed and options.strict == "names":
+        raise TensorNotFoundError(
+            f"checkpoint {report.path} and the target have no common name for {capped(map(repr, unnamed))}; found by "
+            f"{report.owners[unnamed[0]]}, which strict='names' refuses; pass the optimizer together with its module, "
+            "or make it of module.named_parameters()",
+            name=unnamed[0],
         )
     impossible = [cast for cast in report.cast if not is_convertible(cast.saved, cast.target)]
     if impossible:

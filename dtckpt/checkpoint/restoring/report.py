@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dtckpt.checkpoint.restoring.optimizer_match import Rule
 from dtckpt.checkpoint.timeline import report_picture
 from dtckpt.format.manifest import PhaseCost
 from dtckpt.storage.location import Location
@@ -41,6 +42,11 @@ class RestoreReport:
         reshaped: Tensors whose shapes differ.
         cast: Tensors whose dtypes differ; converted.
         renamed: New name by name in the checkpoint.
+        owners: How the parts of optimizers' states found their owners, by path: a parameter
+            (``optimizer/state/model/0.weight``), a group of parameters, or an option of a group. ``name``: by the name
+            of the parameter, or the names of the members; ``position``: by the order in which the optimizer has them;
+            ``default``: not saved, so it is what the target's optimizer was made with. Everything else in a tree is
+            found by its name.
         refusal: The reason why nothing was restored; empty if all went well.
         phases: Cost of each phase on this client, by name: ``plan``, ``read`` (with digests), ``move`` (copies to
             devices and to further copies on this client) and ``barrier``, the wait for the others. Empty if nothing
@@ -55,6 +61,7 @@ class RestoreReport:
     reshaped: tuple[Reshaped, ...] = ()
     cast: tuple[Cast, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    owners: Mapping[str, Rule] = field(default_factory=dict)
     refusal: str = ""
     phases: Mapping[str, PhaseCost] = field(default_factory=dict)
 

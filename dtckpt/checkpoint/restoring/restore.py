@@ -28,7 +28,8 @@ from dtckpt.checkpoint.restoring.plan import RestorePlan, validate_expected, val
 from dtckpt.checkpoint.restoring.read_once import SharedTensor, agreed_tensors, digests_by_mesh, shareable_tensors
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf, TiedLeaf, split_tied, validate_apart
-from dtckpt.checkpoint.restoring.targets import plan_target, root_meshes_of_target
+from dtckpt.checkpoint.restoring.target_tree import TargetTree
+from dtckpt.checkpoint.restoring.targets import plan_target
 from dtckpt.checkpoint.restoring.unexpected import Unasked
 from dtckpt.checkpoint.saving.votes import Written
 from dtckpt.checkpoint.timing import find_slow
@@ -56,15 +57,17 @@ def restore(
     layouts: Layouts | None = None,
     options: RestoreOptions | None = None,
     group: Group | None = None,
+    strict: str | None = None,
 ) -> Any:
     """Restore a checkpoint into any layout on any mesh, independent of the layout that it was saved from.
 
     With ``target``, the tensors and DTensors of that tree are filled in place, plain values in its dicts and lists are
     replaced, and stateful objects load their state; containers keep their classes, and named tuples and dataclasses
     take fields by name. State that the target lacks, as a fresh optimizer does, takes the layout of its parameter, and
-    tensors on the meta device get memory. Without a target, the saved tree is built anew, with plain CPU tensors, or
-    with new DTensors where ``mesh`` or ``layouts`` ask for them; named tuples and dataclasses are replaced by stand-ins
-    then (docs/checkpointing.md).
+    tensors on the meta device get memory. The state of optimizers finds its parameters by their names in the tree,
+    whatever their order and groups (docs/checkpointing.md). Without a target, the saved tree is built anew, with plain
+    CPU tensors, or with new DTensors where ``mesh`` or ``layouts`` ask for them; named tuples and dataclasses are
+    replaced by stand-ins then.
 
     Every client reads the chunks that intersect its regions, straight into the destination, and verifies them. With
     `RestoreOptions.read_once` it reads its share of the chunks that several clients need, and sends them on.
@@ -87,6 +90,7 @@ def restore(
         layouts: See `Layouts`. With functions, pass ``mesh`` too: it says which clients take part.
         options: See `RestoreOptions`.
         group: The clients that restore: a process group, or a sequence of client ids.
+        strict: As in ``options``, in whose place it stands: ``"names"`` refuses state that finds its owner by position.
 
     Returns:
         ``target``, or the new tree.
@@ -102,6 +106,8 @@ def restore(
         CheckpointCorruptError: Stored bytes are not the bytes that were saved.
         MeshError: ``group`` lacks this client, or names one that the job does not have.
     """
+    if strict is not None:
+        options = replace(options or RestoreOptions(), strict=strict)
     return restore_opened(
         path, lambda: open_checkpoint(path), target, mesh=mesh, layouts=layouts, options=options, group=group
     )
@@ -127,13 +133,14 @@ def restore_opened(
     options = options or RestoreOptions()
     coordination = current_coordination()
     participants = everyone = participants_of(group, coordination.member)
+    tree = TargetTree(target)
     failure: Exception | None = None
     try:
         if target is not None and (mesh is not None or layouts is not None):
             raise TreeError("restore takes a target, or mesh and layouts for new tensors; got both")
         device_mesh = None if mesh is None or isinstance(mesh, Mesh) else mesh
         own_mesh = None if mesh is None else as_mesh(mesh)
-        meshes = root_meshes_of_target(target) if target is not None else meshes_of_layouts(own_mesh, layouts)
+        meshes = tree.root_meshes() if target is not None else meshes_of_layouts(own_mesh, layouts)
         if group is None:
             clients = {client for each in meshes for client in each.clients}
             participants = tuple(sorted({*clients, coordination.member.client}))
@@ -147,7 +154,7 @@ def restore_opened(
             raise failure
         if target is not None:
             # Not among the participants: that a target's tensors are on few clients says nothing of the others.
-            return plan_target(checkpoint, target, options, ClientNumber.among(coordination.member.client, everyone))
+            return plan_target(checkpoint, tree, options, ClientNumber.among(coordination.member.client, everyone))
         return plan_new_tensors(checkpoint, own_mesh, layouts, options, device_mesh)
 
     return run_restore(path, plan, options, coordination, participants, open_=open_)

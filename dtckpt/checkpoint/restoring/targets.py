@@ -3,109 +3,59 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch.optim import Optimizer
 
 from dtckpt.checkpoint.leaves import (
     Leaf,
     as_leaf,
     is_fillable,
-    is_stateful,
     is_tensor,
-    mesh_of,
-    state_of_object,
     with_arrays,
 )
+from dtckpt.checkpoint.low_bit_state import restorer_of
 from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.parameter_names import memory_of, parameters_of
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
 from dtckpt.checkpoint.reading import dcp_files
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.reading.tensor_memory import new_memory
 from dtckpt.checkpoint.restoring.meta_tensors import MetaTensors, is_meta
-from dtckpt.checkpoint.restoring.object_states import CLOSED, Scope, parameters_of, scope_of_dict, scope_of_object
+from dtckpt.checkpoint.restoring.object_states import (
+    CLOSED,
+    Scope,
+    is_optimizer_state,
+    keep_defaults,
+    scope_of_dict,
+    scope_of_object,
+)
+from dtckpt.checkpoint.restoring.optimizer_match import Rule, rename_optimizers
+from dtckpt.checkpoint.restoring.optimizer_nodes import TargetState
+from dtckpt.checkpoint.restoring.optimizer_states import OptimizerStates
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
+from dtckpt.checkpoint.restoring.target_tree import TargetTree, is_stateful_target, items_of_target
 from dtckpt.checkpoint.restoring.wrapper_prefixes import match_unwrapped
-from dtckpt.checkpoint.shards import ShardMark, Shards, marks_in_state, shard_marks
+from dtckpt.checkpoint.rng_state import RngState
+from dtckpt.checkpoint.shards import ShardMark, Shards
 from dtckpt.dtensor import DTensor
 from dtckpt.dtensor.torch_interop import KeptLayouts
 from dtckpt.errors import DTypeError, LayoutError, ShapeMismatchError, TensorNotFoundError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.client_values import ClientValues
-from dtckpt.format.containers import fields_of, name_of
+from dtckpt.format.containers import name_of
 from dtckpt.format.enum_members import EnumMember
 from dtckpt.format.plain_values import is_plain, refusal
 from dtckpt.format.tensor_parts import TensorParts
-from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
-
-
-def tensors_of(
-    target: Any, key: str = "", depth: int = 0, marks: Mapping[int, ShardMark] | None = None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a target, each with its last key, and the parameters of its optimizers.
-
-    Parts of global tensors are yielded as these.
-
-    Args:
-        target: The target.
-        key: Its key in what holds it.
-        depth: Its level.
-        marks: The `shard_marks`, if they are known.
-
-    Raises:
-        TreeError: It is too deep.
-    """
-    if depth > trees.MAX_DEPTH:
-        raise TreeError(f"the target is deeper than {trees.MAX_DEPTH} levels; does it contain itself?")
-    if is_tensor(target):
-        yield key, target.whole(key) if isinstance(target, Shards) else target
-        return
-    marks = shard_marks() if marks is None else marks
-    if is_stateful_target(target):
-        for parameter in parameters_of(target):
-            mark = marks.get(id(parameter))
-            yield "", parameter if mark is None else mark.whole(parameter, "")
-        yield from tensors_of(state_of_object(target, marks), key, depth + 1, marks)
-    elif isinstance(target, PerClient):
-        yield from tensors_of(target.value, key, depth + 1, marks)
-    elif (items := items_of_target(target)) is not None:
-        for below, child in items.items() if isinstance(items, Mapping) else enumerate(items):
-            yield from tensors_of(child, str(below), depth + 1, marks)
-
-
-def is_stateful_target(target: Any) -> bool:
-    """Whether a target is an object that returns and loads its state, and neither a container nor a plain value."""
-    return type(target) not in (dict, list, tuple) and not is_plain(target) and is_stateful(target)
-
-
-def items_of_target(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
-    """Return what a target that is a container holds, by key or by position; None for all else.
-
-    A container of a class that is not Python's must be mutable: it is changed in place, which keeps its class.
-    """
-    if name_of(target) in ("namedtuple", "dataclass", "SimpleNamespace"):
-        return fields_of(target)
-    if name_of(target) == "TensorParts":
-        return TensorParts.of(target)
-    if type(target) in (tuple, MappingProxyType) or isinstance(target, MutableMapping | list | deque):
-        return target  # type: ignore[no-any-return]
-    return None
-
-
-def root_meshes_of_target(target: Any) -> set[Mesh]:
-    """Return the meshes that the tensors of a target lie on, of slices the whole meshes. Raises: as `tensors_of`."""
-    # One tensor on each mesh, as a mesh of PyTorch takes long to be converted.
-    tensors = {id(getattr(tensor, "device_mesh", None)): tensor for _, tensor in tensors_of(target)}
-    # A tensor on a slice is on another slice elsewhere; so all clients with such a tensor name the same meshes.
-    return {mesh.root_offsets[0] for tensor in tensors.values() if (mesh := mesh_of(tensor)) is not None}
 
 
 def saved_names(checkpoint: Checkpoint, options: RestoreOptions) -> set[str]:
@@ -115,7 +65,7 @@ def saved_names(checkpoint: Checkpoint, options: RestoreOptions) -> set[str]:
 
 
 def plan_target(
-    checkpoint: Checkpoint, target: Any, options: RestoreOptions, client: ClientNumber, at: tuple[str, ...] = ()
+    checkpoint: Checkpoint, target: TargetTree, options: RestoreOptions, client: ClientNumber, at: tuple[str, ...] = ()
 ) -> RestorePlan:
     """Match a target tree with a checkpoint, and plan to fill it.
 
@@ -133,12 +83,15 @@ def plan_target(
         TreeError: The target holds something that cannot be filled.
     """
     names = new_names(checkpoint, options)
-    structure = _part_at(trees.rename(checkpoint.structure, names) if names else checkpoint.structure, at)
+    moved, of_parameters = rename_optimizers(checkpoint.structure, names)
+    structure = _part_at(trees.rename(checkpoint.structure, moved) if moved else checkpoint.structure, at)
     # Neither a new name nor a distributed checkpoint of PyTorch tells the type of a key: 0 or "0".
     has_text_keys = bool(names) or checkpoint.format == dcp_files.KIND
-    layouts = StateLayouts(tensors_of(target), checkpoint.tensors)
-    matcher = _Matcher(checkpoint, client, layouts, has_text_keys=has_text_keys)
-    renewed = matcher.visit(target, structure, at, CLOSED)
+    layouts = StateLayouts(target.tensors(), checkpoint.tensors)
+    matcher = _Matcher(checkpoint, client, target, layouts, of_parameters, has_text_keys=has_text_keys)
+    renewed = matcher.visit(target.target, structure, at, CLOSED)
+    matcher.visit_late()
+    matcher.find_tied()
     matcher.modules.validate_parameters()
 
     def finish() -> Any:
@@ -146,7 +99,7 @@ def plan_target(
         matcher.modules.give_memory()
         # Then the tree, then the objects: `load_state_dict` copies out of memory that is filled by then.
         result = renewed()
-        for load in matcher.loads:
+        for load in (*matcher.loads, *matcher.last_loads):
             load()
         return result
 
@@ -157,9 +110,17 @@ def plan_target(
             checkpoint.validate_readable(path)
     refused = (path for path in checkpoint.refused if path.startswith("/".join((*at, ""))))
     unused = {*tensors, *values, *refused} - matcher.used
-    unexpected = sorted(names.get(name, name) if name in checkpoint.tensors else name for name in unused)
-    renamed = {**names, **matcher.renamed}
-    return RestorePlan(matcher.leaves, finish, renamed, sorted(matcher.missing), sorted(matcher.defaulted), unexpected)
+    unexpected = sorted(moved.get(name, name) if name in checkpoint.tensors else name for name in unused)
+    renamed = {**moved, **matcher.renamed}
+    return RestorePlan(
+        matcher.leaves,
+        finish,
+        renamed,
+        sorted(matcher.missing),
+        sorted(matcher.defaulted),
+        unexpected,
+        matcher.owners,
+    )
 
 
 def _part_at(node: trees.Node, at: tuple[str, ...]) -> trees.Node:
@@ -182,7 +143,9 @@ class _Matcher:
     Args:
         checkpoint: The checkpoint.
         client: Which of the clients that restore this one is.
+        target: The whole target.
         layouts: Allocates what the target lacks.
+        of_parameters: New name by name in the checkpoint, of parameters that are renamed.
         has_text_keys: Whether the keys of the structure's dicts may have had other types.
 
     Attributes:
@@ -192,15 +155,26 @@ class _Matcher:
         defaulted: Paths of plain values of the target that the checkpoint lacks.
         leaves: The memory to be filled, each with its tensor's name in the checkpoint.
         modules: The memory for tensors of modules that have none.
+        owners: How parts of the states of optimizers were found.
         loads: Give the stateful objects of the target their state, inner ones first.
+        last_loads: The same for random states: the other objects may draw numbers when they load.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, client: ClientNumber, layouts: StateLayouts, *, has_text_keys: bool
+        self,
+        checkpoint: Checkpoint,
+        client: ClientNumber,
+        target: TargetTree,
+        layouts: StateLayouts,
+        of_parameters: Mapping[str, str],
+        *,
+        has_text_keys: bool,
     ) -> None:
         self._checkpoint = checkpoint
         self._client = client
+        self._target = target
         self._layouts = layouts
+        self._optimizers = OptimizerStates(target, of_parameters)
         self._has_text_keys = has_text_keys
         self.used: set[str] = set()
         self.renamed: dict[str, str] = {}
@@ -208,11 +182,25 @@ class _Matcher:
         self.defaulted: list[str] = []
         self.leaves: list[tuple[str, Leaf]] = []
         self._kept: KeptLayouts = {}
-        self._shard_marks = shard_marks()
-        # Of the tensors in the states of objects, which the plan keeps.
-        self._marks: dict[int, ShardMark] = {}
         self.modules = MetaTensors()
+        self.owners: dict[str, Rule] = {}
         self.loads: list[Callable[[], object]] = []
+        self.last_loads: list[Callable[[], object]] = []
+        self._late: list[Callable[[], object]] = []
+        self._filled: list[torch.Tensor] = []
+        self._lacking: dict[str, torch.Tensor] = {}
+
+    def visit_late(self) -> None:
+        """Plan the objects that come after the others: schedulers, whose state depends on their optimizer's."""
+        for visit in self._late:
+            visit()
+
+    def find_tied(self) -> None:
+        """Take what shares the memory of a tensor that is filled from the list of what is missing."""
+        if self._lacking:
+            filled = {memory_of(tensor) for tensor in self._filled} - {()}
+            tied = {path for path, tensor in self._lacking.items() if memory_of(tensor) in filled}
+            self.missing = [path for path in self.missing if path not in tied]
 
     def visit(self, target: Any, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
         """Plan one node; return a function that gives the node's new value after the reads.
@@ -225,11 +213,8 @@ class _Matcher:
         """
         if scope.drops and self._is_replaced(target, node, scope):
             return self._take(node, path, scope)
-        if isinstance(target, Shards):
-            memory = self._visit_tensor(target.tensor, node, path, target.shard_mark)
-            return lambda: target.assign(memory())
         if is_tensor(target) or type(target) is np.ndarray:
-            return self._visit_tensor(target, node, path)
+            return self._visit_tensor(target, node, path, self._target.mark_of(target))
         if isinstance(target, enum.Enum) and "enum" in node:
             self.used.add("/".join(path))
             member = EnumMember(*node["enum"]).of(type(target), "/".join(path))
@@ -249,9 +234,12 @@ class _Matcher:
             raise self._misfit(node, type(target).__name__, path)
         if isinstance(target, tuple) and "tuple" in node:
             items = target  # older versions saved named tuples by position
+        node = self._optimizers.pool(items, node, path)
         if isinstance(items, Mapping):
-            saved = dict(self._saved_items(node, "dict", path))
             inner = scope_of_dict(items, scope if isinstance(target, MutableMapping) else scope.closed())
+            if is_optimizer_state(items) and not scope.by_key:
+                node, inner = self._match_optimizer(self._optimizers.match_dict(items, node, path), node, inner)
+            saved = dict(self._saved_items(node, "dict", path))
             return self._visit_dict(target, items, saved, path, inner)
         nodes = [child for _, child in self._saved_items(node, "sequence", path)]
         return self._visit_sequence(target, nodes, path, scope.of_items(items))
@@ -269,11 +257,14 @@ class _Matcher:
 
     def _visit_tensor(
         self,
-        target: torch.Tensor | np.ndarray[Any, Any],
+        target: torch.Tensor | np.ndarray[Any, Any] | Shards,
         node: trees.Node,
         path: tuple[str, ...],
-        mark: ShardMark | None = None,
+        mark: ShardMark | None,
     ) -> Callable[[], Any]:
+        if isinstance(target, Shards):
+            memory_of_part = self._visit_tensor(target.tensor, node, path, target.shard_mark)
+            return lambda: target.assign(memory_of_part())
         name = trees.name_of_tensor(node)
         if name is None:
             raise self._misfit(node, "tensor", path)
@@ -288,44 +279,74 @@ class _Matcher:
             )
         self.used.add(name)
         # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
-        memory = self.modules.memory_of(target, name) if isinstance(target, torch.Tensor) else target
-        self._fill(name, memory, mark or self._marks.get(id(target)))
+        memory = target
+        if isinstance(target, torch.Tensor):
+            self._filled.append(target)
+            memory = self.modules.memory_of(target, name)
+        self._fill(name, memory, mark)
         return lambda: memory
 
-    def _visit_object(self, target: Any, node: trees.Node, path: tuple[str, ...]) -> Callable[[], Any]:
-        state = self.modules.state_of(target)
-        self._marks |= marks_in_state(target, state, self._shard_marks)
-        has_meta = any(is_meta(tensor) for _, tensor in tensors_of(state))
-        renewed = self.visit(state, node, path, scope_of_object(target, state))
+    def _visit_object(
+        self, target: Any, node: trees.Node, path: tuple[str, ...], *, is_late: bool = False
+    ) -> Callable[[], Any]:
+        if isinstance(getattr(target, "optimizer", None), Optimizer) and not is_late:
+            self._late.append(lambda: self._visit_object(target, node, path, is_late=True))
+            return lambda: target
+        state = self._target.state_of(target)
+        has_meta = any(is_meta(tensor) for _, tensor in TargetTree(state).tensors())
+        scope = scope_of_object(target, state)
+        if isinstance(target, Optimizer):
+            node, scope = self._match_optimizer(self._optimizers.match_object(target, node, path), node, scope)
+        elif (regrouped := self._optimizers.regroup(target, state, node, path)) is not node:
+            self._use(node, path)
+            node = regrouped
+        renewed = self.visit(state, node, path, scope)
         self.modules.validate(target, state, "/".join(path))
         self.modules.note_parameters(parameters_of(target), "/".join(path))
 
         def load() -> None:
-            target.load_state_dict(renewed())
+            target.load_state_dict(self._target.close(target, renewed()))
             # A copy to a tensor on the meta device does nothing; PyTorch only warns.
-            if has_meta and any(is_meta(tensor) for _, tensor in tensors_of(target.state_dict())):
+            if has_meta and any(is_meta(tensor) for _, tensor in TargetTree(target.state_dict()).tensors()):
                 raise DTypeError(
                     f"{type(target).__name__} at {'/'.join(path)!r} keeps tensors on the meta device; restore its "
                     "module itself, or let its load_state_dict assign the tensors"
                 )
 
-        self.loads.append(load)
+        (self.last_loads if isinstance(target, RngState) else self.loads).append(load)
         return lambda: target
+
+    def _match_optimizer(self, found: TargetState | None, node: trees.Node, scope: Scope) -> tuple[trees.Node, Scope]:
+        """Return the saved state of an optimizer in the target's terms, and the scope; note what it says."""
+        if found is None:
+            return node, scope
+        self.used |= found.used
+        self.renamed |= found.renamed
+        self.missing += found.missing
+        self.owners |= found.owners
+        return found.node, keep_defaults(scope, found.kept_state, found.kept_options)
 
     def _take(self, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
         """Plan a node for which the target holds no tensors: take its plain values, and allocate its tensors."""
         names = self._use(node, path)
+        restore = None
+        if scope.is_optimizer:
+            restore = restorer_of(node, scope.parameter, scope.optimizer, names[0] if names else "/".join(path))
         infos = {name: self._checkpoint.info(name) for name in names}
         # Before memory is taken: the shapes are claims of the manifest.
         self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
         arrays = set(trees.array_names(node))
-        new = {
-            name: new_memory(name, info.shape, info.dtype) if name in arrays else self._allocate(name, info, scope)
-            for name, info in infos.items()
-        }
-        for name, tensor in new.items():
-            self._fill(name, tensor, self._marks.get(id(tensor)))
+        new: dict[str, torch.Tensor] = {}
+        for name, info in infos.items():
+            mark = None
+            if name in arrays:
+                new[name] = new_memory(name, info.shape, info.dtype)
+            else:
+                new[name], mark = self._allocate(name, info, scope)
+            self._fill(name, new[name], mark)
         made = with_arrays(new, arrays)
+        if restore is not None:
+            return lambda: restore(trees.build(node, made.__getitem__))
         return lambda: trees.build(node, made.__getitem__)
 
     def _fill(self, name: str, memory: torch.Tensor | np.ndarray[Any, Any], mark: ShardMark | None) -> None:
@@ -333,15 +354,14 @@ class _Matcher:
         leaf = Shards.of(memory, mark) if mark is not None and isinstance(memory, torch.Tensor) else memory
         self.leaves.append((name, as_leaf(leaf, name, self._kept)))
 
-    def _allocate(self, name: str, info: TensorInfo, scope: Scope) -> torch.Tensor:
+    def _allocate(self, name: str, info: TensorInfo, scope: Scope) -> tuple[torch.Tensor, ShardMark | None]:
         """Allocate a tensor that the target lacks; of the state of a marked parameter, this client's part."""
-        mark, parameter = self._shard_marks.get(id(scope.parameter)), scope.parameter
-        shape = None if mark is None or parameter is None else mark.shape_of_part(info.shape, parameter, name)
-        if mark is None or shape is None:
-            return self._layouts.allocate(name, info, scope)
-        part = self._layouts.allocate(name, replace(info, shape=shape), scope)
-        self._marks[id(part)] = mark
-        return part
+        if (parameter := scope.parameter) is not None:
+            mark = self._target.shard_marks.get(id(parameter))
+            shape = None if mark is None else mark.shape_of_part(info.shape, parameter, name)
+            if shape is not None:
+                return self._layouts.allocate(name, replace(info, shape=shape), scope), mark
+        return self._layouts.allocate(name, info, scope), None
 
     def _use(self, node: trees.Node, path: tuple[str, ...]) -> list[str]:
         """Note that the target takes all that is below a node; return the names of its tensors."""
@@ -367,7 +387,8 @@ class _Matcher:
             return lambda: target
         choose, values = target.on_resize, self._take(node, path, scope)
         if is_stateful_target(target.value):
-            self.loads.append(lambda: target.value.load_state_dict(choose(values(), *self._client)))
+            loads = self.last_loads if isinstance(target.value, RngState) else self.loads
+            loads.append(lambda: target.value.load_state_dict(choose(values(), *self._client)))
             return lambda: target
         return lambda: target.assign(choose(values(), *self._client))
 
@@ -418,8 +439,13 @@ class _Matcher:
                 below = (*path, str(saved_key))
                 plans[key] = self.visit(child, nodes[saved_key], below, scope.below(key))
                 self._note_renamed(nodes[saved_key], below, (*path, str(key)))
+            elif key in scope.keeps:
+                plans[key] = partial(_same, child)
             elif not scope.drops:
-                (self.defaulted if is_plain(child) else self.missing).append("/".join((*path, str(key))))
+                where = "/".join((*path, str(key)))
+                (self.defaulted if is_plain(child) else self.missing).append(where)
+                if is_tensor(child):
+                    self._lacking[where] = child
         # A dict of optimizer state that is still empty is filled with what was saved.
         if scope.adds or (not items and isinstance(target, Mapping | SimpleNamespace)):
             taken = {*items, *saved_keys.values()}
@@ -460,6 +486,10 @@ class _Matcher:
             for position, node in enumerate(saved)
         ]
         return lambda: _update_sequence(target, [renew() for renew in plans])
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _type_of(node: trees.Node) -> str | None:

@@ -14,10 +14,11 @@ import torch
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import as_leaf, host_array, is_elsewhere, is_tensor, validate_mode
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.per_client import ClientNumber, state_of
+from dtckpt.checkpoint.per_client import ClientNumber
+from dtckpt.checkpoint.saving.object_states import ObjectStates
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, TensorSpec, copies_of, holdings_of
 from dtckpt.checkpoint.saving.replica_check import Copy
-from dtckpt.checkpoint.saving.replica_rules import ReplicaRules, Role, Roles
+from dtckpt.checkpoint.saving.replica_rules import ReplicaRules, Role
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
 from dtckpt.checkpoint.saving.write import Source
 from dtckpt.checkpoint.shards import Shards
@@ -67,15 +68,9 @@ def state_of_tree(tree: Any, options: SaveOptions, client: int, clients: Sequenc
 
 def flatten_state(tree: Any, client: ClientNumber) -> tuple[dict[str, Any], trees.Node, dict[str, Role]]:
     """Return the tensors of a state tree by name, its structure, and the roles of the tensors by name."""
-    roles, taken = Roles(), state_of(client)
-
-    def state(value: Any) -> Any:
-        found = taken(value)
-        roles.note(value, found)
-        return found
-
-    leaves, structure = trees.flatten(tree, is_tensor, state)
-    return leaves, structure, {name: roles.of(leaf) for name, leaf in leaves.items()}
+    states = ObjectStates(client)
+    leaves, structure = trees.flatten(tree, is_tensor, states)
+    return leaves, structure, {name: states.roles.of(leaf) for name, leaf in leaves.items()}
 
 
 def state_of_tensors(

@@ -17,7 +17,8 @@ from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.object_states import FixedState
 from dtckpt.checkpoint.restoring.plan import RestorePlan
-from dtckpt.checkpoint.restoring.targets import is_stateful_target, items_of_target, plan_target, saved_names
+from dtckpt.checkpoint.restoring.target_tree import TargetTree, is_stateful_target, items_of_target
+from dtckpt.checkpoint.restoring.targets import plan_target, saved_names
 from dtckpt.errors import CheckpointConflictError, RestoreMismatchError, TreeError, capped
 from dtckpt.format.tree import MAX_DEPTH
 from dtckpt.storage.location import Location
@@ -97,7 +98,7 @@ class Restoration:
                 f"checkpoint {self.location} was replaced since it was restored, so {'/'.join(path)!r} would get a "
                 "value of another state; restore again"
             )
-        return plan_target(checkpoint, target, self.options, client, at=path)
+        return plan_target(checkpoint, TargetTree(target, path), self.options, client, at=path)
 
     def is_waiting(self, path: Path) -> bool:
         """Whether the checkpoint holds something at or below a path, and no object has taken any of that."""

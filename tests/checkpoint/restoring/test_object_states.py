@@ -168,7 +168,7 @@ def test_an_optimizer_keeps_its_groups(tmp_path):
     _, saved = trained(3, groups=2)
     dtckpt.save(tmp_path / "s", saved)
     _, optimizer = trained(0)
-    with pytest.raises(ShapeMismatchError, match="'param_groups' has another length; got 1 in the target, expected 2"):
+    with pytest.raises(ShapeMismatchError, match=r"got groups of \[4\] parameters in the target, expected \[1, 3\]"):
         dtckpt.restore(tmp_path / "s", optimizer)
     assert not optimizer.state
 

@@ -245,6 +245,10 @@ def test_without_gradient_mode_a_differentiable_view_keeps_its_shape():
         lambda z: z.conj().imag.resolve_neg(),
         lambda z: z.conj().real.resolve_neg(),
         lambda z: z.imag.resolve_neg(),
+        lambda z: z.conj().unsafe_split(2)[0],
+        lambda z: z.conj().imag.unsafe_split_with_sizes([2, 1])[1],
+        lambda z: z.conj().real.unsafe_chunk(2)[0],
+        lambda z: z.imag.unsafe_chunk(2)[0],
     ],
 )
 def test_lazy_views_are_copied_where_plain_ones_are(copied, placement):
@@ -282,6 +286,14 @@ def test_operators_on_lists_that_write_twice():
     for one, two in ((plain, torch.full((3,), 2.0)), (ours, other)):
         torch._foreach_mul_([one, one, one.view(3)], [two, two, two])
     assert torch.equal(ours.full_tensor(), plain)
+
+
+def test_operators_on_lists_write_through_views_with_memory_of_their_own():
+    whole = torch.arange(1.0, 33.0).reshape(4, 4, 2)
+    ours = distribute_tensor(whole.clone(), abstract_mesh({"x": 3}), [S1])
+    for one in (whole, ours):
+        torch._foreach_mul_([one.view(4, 2, 1, 4), one], -2.0)
+    assert torch.equal(ours.full_tensor(), whole)
 
 
 @pytest.mark.parametrize("placement", [S0, R], ids=str)

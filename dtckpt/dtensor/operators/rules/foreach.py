@@ -9,6 +9,7 @@ layouts that fit each other, by the rule of the operator on single tensors; thos
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,8 +83,8 @@ class ForeachPlan:
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
-        if self._moves and len(self._rows) > 1 and self._are_written_twice(tensors):
-            # Copies that are moved would not see each other's writes.
+        if len(self._rows) > 1 and self._are_written_twice(tensors):
+            # Copies that are moved, and views with memory of their own, would not see each other's writes.
             run_groups(self.func, split_by_index(args, kwargs), DTensor._dispatch)
             return None
         for position in self._written:
@@ -115,7 +116,8 @@ class ForeachPlan:
     def _are_written_twice(self, tensors: Sequence[DTensor]) -> bool:
         """Whether a tensor that is written to shares values with another tensor of the call, or is another one."""
         memories = [id(tensor if tensor._writes is None else tensor._writes) for tensor in tensors]
-        return any(memories.count(memories[position]) > 1 for position in self._written)
+        counts = Counter(memories)
+        return any(counts[memories[position]] > 1 for position in self._written)
 
     def _wrap(
         self, outputs: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]

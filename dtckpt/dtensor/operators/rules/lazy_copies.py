@@ -1,4 +1,4 @@
-"""``resolve_conj``, ``resolve_neg``: copies of the views that PyTorch conjugates or negates lazily.
+"""Operators that copy the views which PyTorch conjugates or negates lazily: ``resolve_conj``, ``unsafe_split``.
 
 DTensors have no lazy bits: components of ``z.conj()`` are conjugated at once, and follow ``z`` (`view_tracking`). So
 the way in which a tracked view was made says whether the plain view would have such a bit.
@@ -43,3 +43,10 @@ def _resolve(operator: Operator, keys: Any, tensor: torch.Tensor) -> torch.Tenso
         return tensor
     is_conj, is_neg = _lazy_bits(tensor)
     return tensor.clone() if (is_conj if operator is _aten.resolve_conj.default else is_neg) else tensor
+
+
+@before_autograd(_aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default)
+def _split(operator: Operator, keys: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Split a copy where PyTorch does; the parts of other tensors share their memory."""
+    is_copied = isinstance(tensor, DTensor) and any(_lazy_bits(tensor))
+    return operator.redispatch(keys, tensor.clone() if is_copied else tensor, *args, **kwargs)

@@ -1,0 +1,124 @@
+"""Names of the parameters of optimizers: the names that their tensors have in the state tree.
+
+``Optimizer.state_dict()`` numbers the parameters in the order in which the optimizer got them, and a checkpoint with
+such numbers fits no other order. So a save writes names in their place::
+
+    tree      {"model": model, "optimizer": optimizer}
+    state     {0: {"exp_avg": …}}                     {"model/0.weight": {"exp_avg": …}}
+    groups    [{"lr": 0.1, "params": [0]}]            [{"lr": 0.1, "params": ["model/0.weight"]}]
+    tensor    optimizer/state/0/exp_avg               optimizer/state/model/0.weight/exp_avg
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dtckpt.checkpoint.low_bit_state import open_state
+from dtckpt.checkpoint.shards import Shards
+from dtckpt.comm.torch_private import storage_id
+from dtckpt.dtensor import DTensor, torch_interop
+from dtckpt.format.names import name_of_key
+
+
+class ParameterNames:
+    """The names of tensors in one state tree, by the tensor."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[int, list[str]] = defaultdict(list)
+        self._by_memory: dict[Hashable, list[str]] = defaultdict(list)
+
+    def add_module(self, module: nn.Module, path: str) -> None:
+        """Add the parameters of a module at a path; tied ones have several names."""
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._by_id[id(parameter)].append(f"{path}/{name_of_key(name)}" if path else name_of_key(name))
+
+    def add_tensors(self, tensors: Mapping[str, Any]) -> None:
+        """Add tensors by name: a parameter in the same memory has the same name."""
+        for name, value in tensors.items():
+            tensor = value.tensor if isinstance(value, Shards) else value
+            if isinstance(tensor, torch.Tensor) and (memory := memory_of(tensor)):
+                self._by_memory[memory].append(name)
+
+    def of(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """Return the names of a parameter; none if it is not in the tree."""
+        own = self._by_id.get(id(parameter), [])
+        return tuple(dict.fromkeys((*own, *self._by_memory.get(memory_of(parameter), ()))))
+
+
+def memory_of(tensor: torch.Tensor) -> Hashable:
+    """Return what tells the memory of a tensor, and the way in which it lies there; an empty tuple if it has none."""
+    if torch_interop.is_torch_dtensor(tensor):
+        parts: tuple[torch.Tensor, ...] = (tensor._local_tensor,)  # type: ignore[attr-defined]
+    else:
+        parts = tensor.components if isinstance(tensor, DTensor) else (tensor,)
+    try:
+        # By the storage and not by the address: the empty shard of a parameter has no address.
+        return tuple((storage_id(each), each.storage_offset(), tuple(each.shape), each.stride()) for each in parts)
+    except (NotImplementedError, RuntimeError):
+        return ()
+
+
+def named_state(optimizer: Optimizer, names: ParameterNames) -> Any:
+    """Return the state of an optimizer by the names of its parameters.
+
+    A parameter that is in no module or container of the tree has the name that the optimizer got with it, else its
+    number. The state of an optimizer whose class has keys of its own is returned as it is.
+    """
+    state, _ = open_state(optimizer.state_dict())
+    if not is_numbered(state, len(parameters_of(optimizer))):
+        return state
+    keys = _keys_of_parameters(optimizer, names)
+    return {
+        **state,
+        # Some optimizers have state of no parameter, under keys of their own.
+        "state": {keys[key] if type(key) is int else key: each for key, each in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [keys[key] for key in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def parameters_of(target: Any) -> list[torch.Tensor]:
+    """Return the parameters of an optimizer, in its order; none of any other object."""
+    if not isinstance(target, Optimizer):
+        return []
+    return [parameter for group in target.param_groups for parameter in group["params"]]
+
+
+def own_names_of(groups: Any) -> list[str | None]:
+    """Return the names that an optimizer got with its parameters, in its order; None where it got none."""
+    return [name for group in groups for name in _own_names(group)]
+
+
+def _own_names(group: Mapping[str, Any]) -> Iterator[str | None]:
+    names = group.get("param_names")
+    if isinstance(names, list | tuple) and len(names) == len(group["params"]):
+        yield from (name if isinstance(name, str) else None for name in names)
+    else:
+        yield from (None for _ in group["params"])
+
+
+def is_numbered(state: Any, count: int) -> bool:
+    """Whether the state of an optimizer of so many parameters numbers them from 0 on."""
+    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
+        return False
+    groups = state["param_groups"]
+    keys = [key for group in groups for key in group["params"]] if isinstance(groups, list | tuple) else None
+    return isinstance(state["state"], Mapping) and keys == list(range(count))
+
+
+def _keys_of_parameters(optimizer: Optimizer, names: ParameterNames) -> list[str | int]:
+    """Return the key of each parameter: its name, or its number."""
+    keys: dict[str | int, None] = {}
+    for number, (parameter, own) in enumerate(
+        zip(parameters_of(optimizer), own_names_of(optimizer.param_groups), strict=True)
+    ):
+        candidates = (*names.of(parameter)[:1], *([own] if own else []))
+        keys[next((name for name in candidates if name not in keys), number)] = None
+    return list(keys)

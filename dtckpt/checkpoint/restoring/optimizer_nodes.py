@@ -1,0 +1,227 @@
+"""Rewrite the saved state of an optimizer in the terms of a target: its keys, its order, its groups; pure.
+
+A restore walks target and checkpoint side by side. So what `dtckpt.checkpoint.restoring.optimizer_match` has matched is
+put into the places where the target looks for it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dtckpt.checkpoint.restoring.optimizer_match import (
+    Match,
+    Parameter,
+    Place,
+    Rule,
+    SavedOptimizer,
+    SavedOptimizers,
+)
+from dtckpt.errors import ShapeMismatchError
+from dtckpt.format import tree as trees
+from dtckpt.format.names import name_of_key
+from dtckpt.format.plain_values import encode_value
+from dtckpt.format.tree import Node
+
+_MEMBERS = frozenset({"params", "param_names"})
+_OF_SCHEDULERS = frozenset(
+    {"base_momentum", "initial_lr", "initial_momentum", "max_lr", "max_momentum", "min_lr", "swa_lr"}
+)
+"""Options of a group that schedulers add."""
+_BY_GROUP = re.compile(r".*(_lrs|_lr|_momentums|lambdas)")
+"""Names of lists in a scheduler's state that have an item for each group of its optimizer."""
+
+EMPTY: Node = {"dict": [["state", {"dict": []}], ["param_groups", {"list": []}]]}
+"""The state of an optimizer that has no place of its own in the checkpoint."""
+
+
+@dataclass(slots=True)
+class TargetState:
+    """The saved state of an optimizer, as a target looks for it.
+
+    Args:
+        node: The state.
+        used: Paths of plain values of the checkpoint that the target takes, or that its order of parameters replaces.
+        renamed: Name in the target by the name in the checkpoint, of the tensors where they differ.
+        missing: Paths of the parameters that the checkpoint lacks.
+        owners: Rule by path of a part of the state.
+        kept_state: Keys of the parameters whose state stays as it is.
+        kept_options: For each group, the options that stay as they are.
+    """
+
+    node: Node
+    used: set[str] = field(default_factory=set)
+    renamed: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    owners: dict[str, Rule] = field(default_factory=dict)
+    kept_state: frozenset[Any] = frozenset()
+    kept_options: Sequence[frozenset[str]] = ()
+
+
+def rewrite_state(
+    wanted: Sequence[Parameter],
+    groups: Sequence[Mapping[str, Any]],
+    match: Match,
+    saved: SavedOptimizers,
+    path: tuple[str, ...],
+) -> TargetState:
+    """Return the saved state of an optimizer in a target's terms.
+
+    Args:
+        wanted: The parameters of the target's optimizer.
+        groups: Its groups, as in its state.
+        match: What belongs to it.
+        saved: The saved optimizers.
+        path: The keys that lead to the target's optimizer.
+    """
+    rewriter = _Rewriter(saved, path)
+    state = [*rewriter.state(wanted, match), *rewriter.state_of_no_parameter()]
+    members: list[list[tuple[Parameter, Rule]]] = [[] for _ in groups]
+    for parameter, rule in zip(wanted, match.rules, strict=True):
+        members[parameter.group].append((parameter, rule))
+    rewritten = [
+        rewriter.group(number, group, members[number], match.groups[number]) for number, group in enumerate(groups)
+    ]
+    made = rewriter.made
+    made.node = {"dict": [["state", {"dict": state}], ["param_groups", {"list": rewritten}]]}
+    made.kept_state = frozenset(each.key for each, place in zip(wanted, match.sources, strict=True) if place is None)
+    return made
+
+
+class _Rewriter:
+    """Makes the nodes of one optimizer of a target, and notes what of the checkpoint they take."""
+
+    def __init__(self, saved: SavedOptimizers, path: tuple[str, ...]) -> None:
+        self._saved = saved
+        self._path = path
+        self.made = TargetState({})
+
+    def state(self, wanted: Sequence[Parameter], match: Match) -> Iterator[list[Any]]:
+        """Yield the key and the node of each parameter that has state in the checkpoint."""
+        for parameter, place, rule in zip(wanted, match.sources, match.rules, strict=True):
+            where = "/".join((*self._path, "state", name_of_key(parameter.label)))
+            if place is None:
+                self.made.missing.append(where)
+                continue
+            self.made.owners[where] = rule
+            source, saved = self._saved.optimizers[place[0]], self._saved.parameter(place)
+            options = source.groups[saved.group]
+            self._use(source, ("param_groups", str(saved.group)), options, options.keys())
+            key = str(saved.key)
+            if key not in source.state:
+                continue  # it had no gradient yet
+            self._use(source, ("state",), source.state, {key})
+            old = "/".join((*source.path, "state", name_of_key(key)))
+            if old != where:
+                names = trees.tensor_names(source.state[key])
+                self.made.renamed |= {name: where + name.removeprefix(old) for name in names}
+            yield [parameter.key, source.state[key]]
+
+    def state_of_no_parameter(self) -> Iterator[list[Any]]:
+        """Yield the keys and nodes of other state, which some classes of optimizers have."""
+        if self._saved.own is None:
+            return
+        own = self._saved.optimizers[self._saved.own]
+        for number, options in enumerate(own.groups):
+            self._use(own, ("param_groups", str(number)), options, _MEMBERS)
+        keys = {str(each.key) for each in own.parameters}
+        yield from ([key, node] for key, node in own.state.items() if key not in keys)
+
+    def group(
+        self,
+        number: int,
+        group: Mapping[str, Any],
+        members: Sequence[tuple[Parameter, Rule]],
+        place: Place | None,
+    ) -> Node:
+        """Return the node of a group of the target: the options of a saved one, and its own parameters."""
+        where, made = "/".join((*self._path, "param_groups", str(number))), self.made
+        options = {} if place is None else self._saved.optimizers[place[0]].groups[place[1]]
+        own = group.keys() - _MEMBERS
+        kept = own if place is None else lacking_options(own, options.keys())
+        made.kept_options = [*made.kept_options, frozenset(kept)]
+        by_name = all(rule != "position" for _, rule in members) and bool(members)
+        made.owners[where] = "default" if place is None else "name" if by_name else "position"
+        if place is not None:
+            made.owners |= dict.fromkeys((f"{where}/{key}" for key in sorted(kept)), "default")
+        items = [[key, node] for key, node in options.items() if key not in _MEMBERS]
+        items.append(["params", {"list": [encode_value(each.key, where) for each, _ in members]}])
+        if "param_names" in group:
+            items.append(["param_names", {"list": [encode_value(each.own, where) for each, _ in members]}])
+        return {"dict": items}
+
+    def _use(
+        self, saved: SavedOptimizer, at: tuple[str, ...], items: Mapping[Any, Node], keys: Collection[Any]
+    ) -> None:
+        """Note that the target takes the plain values of some items."""
+        for key in items.keys() & keys:
+            path = (*saved.path, *at, str(key))
+            below = (below for below, _ in trees.value_nodes(items[key]))
+            self.made.used.update("/".join((*path, end) if end else path) for end in below)
+
+
+def lacking_options(wanted: Collection[str], saved: Collection[str]) -> frozenset[str]:
+    """Return the options of a group that a checkpoint lacks because PyTorch did not have them yet.
+
+    There are none if the checkpoint has options that the target lacks: it has the state of another class then.
+    """
+    own = {*saved} - _MEMBERS - _OF_SCHEDULERS
+    return frozenset(wanted) - frozenset(saved) if own <= {*wanted} else frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouping:
+    """How the groups of an optimizer in a target differ from those that were saved, for the state of its scheduler.
+
+    Args:
+        sources: For each group of the target, the saved group whose options it takes; None if it keeps its own.
+        num_saved: How many groups there were.
+    """
+
+    sources: tuple[int | None, ...]
+    num_saved: int
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the groups are the saved ones, in their order."""
+        return self.sources == tuple(range(self.num_saved))
+
+    def scheduler(self, node: Node, state: Mapping[str, Any], where: str) -> Node:
+        """Return the saved state of a scheduler with the items of its lists in the order of the target's groups.
+
+        Args:
+            node: The saved state.
+            state: The state of the target's scheduler.
+            where: Its path, for messages.
+
+        Raises:
+            ShapeMismatchError: A list has not one item for each group that was saved.
+        """
+        opened = trees.items_of(node)
+        if opened is None or "dict" not in node:
+            return node
+        return {"dict": [[key, self._item(key, child, state.get(key), where)] for key, child in opened[1]]}
+
+    def _item(self, key: Any, node: Node, own: Any, where: str) -> Node:
+        ((kind, items),) = node.items()
+        if kind not in ("list", "tuple") or not isinstance(own, list | tuple):
+            return node
+        if key == "_schedulers" and len(own) == len(items):
+            return {kind: [self.scheduler(each, below, where) for each, below in zip(items, own, strict=True)]}
+        if not _BY_GROUP.fullmatch(str(key)) or len(own) != len(self.sources):
+            return node
+        if len(items) != self.num_saved and any(each != items[0] for each in items):
+            raise ShapeMismatchError(
+                f"scheduler at {where!r}: {key!r} has an item for each group of the optimizer; got {len(items)} items, "
+                f"saved with {self.num_saved} groups; save the scheduler where the optimizer has all of its groups"
+            )
+        return {
+            kind: [
+                trees.flatten(own[at], lambda _: False, at=where)[1]
+                if source is None or not items
+                else items[min(source, len(items) - 1)]
+                for at, source in enumerate(self.sources)
+            ]
+        }
