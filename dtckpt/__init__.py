@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.saving.report import SaveReport
     from dtckpt.checkpoint.saving.save import save
     from dtckpt.checkpoint.saving.save_async import SaveHandle, save_async
+    from dtckpt.checkpoint.shards import Shards
     from dtckpt.checkpoint.simulating.machine import Machine
     from dtckpt.checkpoint.simulating.report import Simulation
     from dtckpt.checkpoint.simulating.simulate import simulate
@@ -141,6 +142,7 @@ _MODULES = {
     "layout.region": ("Region",),
     "comm.rendezvous": ("init_process_group",),
     "checkpoint.resharding.reshard": ("reshard",),
+    "checkpoint.shards": ("Shards",),
     "checkpoint.simulating.machine": ("Machine",),
     "checkpoint.simulating.report": ("Simulation",),
     "checkpoint.simulating.simulate": ("simulate",),
@@ -182,6 +184,7 @@ __all__ = [
     "SaveOptions",
     "SaveReport",
     "Shard",
+    "Shards",
     "Simulation",
     "TensorInfo",
     "TensorParts",

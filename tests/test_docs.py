@@ -24,6 +24,7 @@ PAGES = {
     "docs/concepts.md": ("concepts", 4),
     "docs/convert.md": ("convert", 2),
     "docs/dcp.md": ("dcp", 1),
+    "docs/expert_parallel.md": ("expert_parallel", 4),
     "docs/format.md": ("formats", 1),
     "docs/object_stores.md": ("object_stores", 1),
     "docs/protocol.md": ("protocol", 2),

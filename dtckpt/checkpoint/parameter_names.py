@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtckpt.checkpoint.low_bit_state import open_state
+from dtckpt.checkpoint.shards import Shards
 from dtckpt.comm.torch_private import storage_id
 from dtckpt.dtensor import DTensor, torch_interop
 from dtckpt.format.names import name_of_key
@@ -39,7 +40,8 @@ class ParameterNames:
 
     def add_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Add tensors by name: a parameter in the same memory has the same name."""
-        for name, tensor in tensors.items():
+        for name, value in tensors.items():
+            tensor = value.tensor if isinstance(value, Shards) else value
             if isinstance(tensor, torch.Tensor) and (memory := memory_of(tensor)):
                 self._by_memory[memory].append(name)
 

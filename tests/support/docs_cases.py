@@ -201,6 +201,28 @@ def dcp(names: Names) -> Iterator[None]:
     yield
 
 
+def expert_parallel(names: Names) -> Iterator[None]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    class Model(nn.Module):
+        def __init__(self, experts_here: int) -> None:
+            super().__init__()
+            self.experts = nn.Module()
+            self.experts.w = nn.Parameter(torch.full((experts_here, 2, 3), dist.get_rank() % 2 + 1.0))
+
+    names |= {"Model": Model, "init_device_mesh": init_device_mesh, "fully_shard": fully_shard}
+    yield
+    assert names["model"].experts.w.to_local().shape == (2, 2, 3)
+    yield
+    rows = dtckpt.restore("ckpt/step_10")["model"]["experts.w"][:, 0, 0]
+    assert rows.tolist() == [1.0] * 4 + [2.0] * 4
+    own = names["mesh"]["ep"].get_local_rank()
+    names |= {"own_experts": torch.arange(4.0) + 4 * own, "own_columns": torch.zeros(3, 2)}
+    yield
+    assert names["experts"].tolist() == list(range(8))
+
+
 def formats(names: Names) -> Iterator[None]:
     import tensorstore
 

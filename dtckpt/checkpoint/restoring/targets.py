@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from dtckpt.checkpoint.parameter_names import memory_of, parameters_of
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
 from dtckpt.checkpoint.reading import dcp_files
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.reading.tensor_memory import new_memory
 from dtckpt.checkpoint.restoring.meta_tensors import MetaTensors, is_meta
 from dtckpt.checkpoint.restoring.object_states import (
@@ -43,6 +45,7 @@ from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
 from dtckpt.checkpoint.restoring.target_tree import TargetTree, is_stateful_target, items_of_target
 from dtckpt.checkpoint.restoring.wrapper_prefixes import match_unwrapped
 from dtckpt.checkpoint.rng_state import RngState
+from dtckpt.checkpoint.shards import ShardMark, Shards
 from dtckpt.dtensor import DTensor
 from dtckpt.dtensor.torch_interop import KeptLayouts
 from dtckpt.errors import DTypeError, LayoutError, ShapeMismatchError, TensorNotFoundError, TreeError
@@ -211,7 +214,7 @@ class _Matcher:
         if scope.drops and self._is_replaced(target, node, scope):
             return self._take(node, path, scope)
         if is_tensor(target) or type(target) is np.ndarray:
-            return self._visit_tensor(target, node, path)
+            return self._visit_tensor(target, node, path, self._target.mark_of(target))
         if isinstance(target, enum.Enum) and "enum" in node:
             self.used.add("/".join(path))
             member = EnumMember(*node["enum"]).of(type(target), "/".join(path))
@@ -253,8 +256,15 @@ class _Matcher:
         return self._opened(node, "dict" if isinstance(items, Mapping) else "sequence") is None
 
     def _visit_tensor(
-        self, target: torch.Tensor | np.ndarray[Any, Any], node: trees.Node, path: tuple[str, ...]
+        self,
+        target: torch.Tensor | np.ndarray[Any, Any] | Shards,
+        node: trees.Node,
+        path: tuple[str, ...],
+        mark: ShardMark | None,
     ) -> Callable[[], Any]:
+        if isinstance(target, Shards):
+            memory_of_part = self._visit_tensor(target.tensor, node, path, target.shard_mark)
+            return lambda: target.assign(memory_of_part())
         name = trees.name_of_tensor(node)
         if name is None:
             raise self._misfit(node, "tensor", path)
@@ -273,7 +283,7 @@ class _Matcher:
         if isinstance(target, torch.Tensor):
             self._filled.append(target)
             memory = self.modules.memory_of(target, name)
-        self.leaves.append((name, as_leaf(memory, name, self._kept)))
+        self._fill(name, memory, mark)
         return lambda: memory
 
     def _visit_object(
@@ -327,17 +337,32 @@ class _Matcher:
         # Before memory is taken: the shapes are claims of the manifest.
         self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
         arrays = set(trees.array_names(node))
-        new = {
-            name: new_memory(name, info.shape, info.dtype)
-            if name in arrays
-            else self._layouts.allocate(name, info, scope)
-            for name, info in infos.items()
-        }
-        self.leaves.extend((name, as_leaf(tensor, name, self._kept)) for name, tensor in new.items())
+        new: dict[str, torch.Tensor] = {}
+        for name, info in infos.items():
+            mark = None
+            if name in arrays:
+                new[name] = new_memory(name, info.shape, info.dtype)
+            else:
+                new[name], mark = self._allocate(name, info, scope)
+            self._fill(name, new[name], mark)
         made = with_arrays(new, arrays)
         if restore is not None:
             return lambda: restore(trees.build(node, made.__getitem__))
         return lambda: trees.build(node, made.__getitem__)
+
+    def _fill(self, name: str, memory: torch.Tensor | np.ndarray[Any, Any], mark: ShardMark | None) -> None:
+        """Note memory that is to be filled with a tensor, or with the part of it that a mark says."""
+        leaf = Shards.of(memory, mark) if mark is not None and isinstance(memory, torch.Tensor) else memory
+        self.leaves.append((name, as_leaf(leaf, name, self._kept)))
+
+    def _allocate(self, name: str, info: TensorInfo, scope: Scope) -> tuple[torch.Tensor, ShardMark | None]:
+        """Allocate a tensor that the target lacks; of the state of a marked parameter, this client's part."""
+        if (parameter := scope.parameter) is not None:
+            mark = self._target.shard_marks.get(id(parameter))
+            shape = None if mark is None else mark.shape_of_part(info.shape, parameter, name)
+            if shape is not None:
+                return self._layouts.allocate(name, replace(info, shape=shape), scope), mark
+        return self._layouts.allocate(name, info, scope), None
 
     def _use(self, node: trees.Node, path: tuple[str, ...]) -> list[str]:
         """Note that the target takes all that is below a node; return the names of its tensors."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.saving.digests import TensorDigests
-from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, SavePlan, TensorPlan
+from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Copies, SavePlan, TensorPlan
 from dtckpt.errors import ReplicaMismatchError
 from dtckpt.format.digest import Blocks, bytes_digest, digest_chunk
 from dtckpt.layout.region import Region
@@ -90,6 +90,8 @@ def copy_digests(
         ReplicaMismatchError: Two of its copies differ.
     """
     for position, item in enumerate(plan.tensors):
+        if item.spec.copies is Copies.FREE:
+            continue
         # A chunk that was written as it lies in memory need not be digested again.
         is_same = item.spec.stored_dtype == item.spec.dtype and position in written
         chunk_digests = written[position].chunks if is_same else {}
@@ -103,7 +105,7 @@ def copy_digests(
                 _copy_digest(item, holding.region, copy, {} if number else chunk_digests)
                 for number, copy in enumerate(copies)
             ]
-            if len(set(digests)) > 1:
+            if len(set(digests)) > 1 and item.spec.copies is Copies.EQUAL:
                 raise ReplicaMismatchError(
                     f"copies of {holding.region} of tensor {item.spec.name!r} differ between the devices of client "
                     f"{client}"

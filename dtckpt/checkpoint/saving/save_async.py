@@ -113,7 +113,7 @@ def start_save(
     start = time.monotonic()
 
     def stage(state: State, plan: SavePlan, collective: Collective) -> State:
-        with_copies, nbytes = options.check_replicas, options.staging_nbytes
+        with_copies, nbytes = bool(options.check_replicas), options.staging_nbytes
         if nbytes is not None:
             return stage_in_buckets(state, plan, collective.client, with_copies=with_copies, nbytes=nbytes)
         return _staging_memory.stage(
