@@ -17,8 +17,9 @@ from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.saving.documents import documents_of_share, plan_documents
 from dtckpt.checkpoint.saving.plan import NO_CLIENT, SavePlan
+from dtckpt.checkpoint.saving.replica_check import mismatch_error
 from dtckpt.checkpoint.saving.write import CHUNKS_NAME, EDGES_PREFIX
-from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, capped
+from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format.content import content_digest
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.dtypes import DTYPES
@@ -135,11 +136,7 @@ def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[in
     for (position, box), by_digest in sorted(copies.items()):
         if len(by_digest) > 1:
             spec = plan.tensors[position].spec
-            sides = " differs from ".join(f"that of clients {capped(clients)}" for clients in by_digest.values())
-            raise ReplicaMismatchError(
-                f"copies of {spec.holdings[box].region} of tensor {spec.name!r} must be equal: {sides}; "
-                "wrap what differs by client in dtckpt.PerClient; nothing was committed"
-            )
+            raise mismatch_error(spec.name, spec.holdings[box].region, list(by_digest.values()))
 
 
 def _chunk_list(folder: Folder, client: int, expected: int) -> checkpoint_pb2.ClientChunks:

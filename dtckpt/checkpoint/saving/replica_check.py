@@ -16,7 +16,7 @@ import numpy as np
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.saving.digests import TensorDigests
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, SavePlan, TensorPlan
-from dtckpt.errors import ReplicaMismatchError
+from dtckpt.errors import ReplicaMismatchError, capped
 from dtckpt.format.digest import Blocks, bytes_digest, digest_chunk
 from dtckpt.layout.region import Region
 
@@ -110,6 +110,21 @@ def copy_digests(
                 )
             if len(holding.clients) > 1:
                 yield checkpoint_pb2.CopyDigest(tensor=position, box=box, digest=digests[0])
+
+
+def mismatch_error(name: str, box: Region, sides: Sequence[Sequence[int]]) -> ReplicaMismatchError:
+    """Return the error for copies that differ between clients.
+
+    Args:
+        name: The tensor's name.
+        box: The box of which they have copies.
+        sides: The clients whose copies are equal, for each of the different copies.
+    """
+    differing = " differs from ".join(f"that of clients {capped(clients)}" for clients in sides)
+    return ReplicaMismatchError(
+        f"copies of {box} of tensor {name!r} must be equal: {differing}; "
+        "wrap what differs by client in dtckpt.PerClient; nothing was committed"
+    )
 
 
 def _copy_digest(plan: TensorPlan, box: Region, copy: Copy, written: Mapping[int, int]) -> int:
