@@ -105,7 +105,7 @@ def plan_of_parts(
         {key: name_of(path) for key, path in paths.items()},
     )
     dtypes = _dtypes(tensors.values(), parts)
-    plan = plan_written(tuple(tensors.values()), inner, dtypes, layouts, options, len(results))
+    plan = plan_written(tuple(tensors.values()), inner, dtypes, layouts, options=options, num_clients=len(results))
     if strangers := [client for client, part in parts.items() if part.topic != plan.topic]:
         raise SaveDisagreementError(
             f"rank {strangers[0]} has not written by the plan of all ranks; nothing was committed; if the planner "

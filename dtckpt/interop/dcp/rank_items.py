@@ -18,6 +18,7 @@ from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.checkpoint.saving.state import MemorySource
 from dtckpt.checkpoint.saving.write import PENDING_NBYTES, Source
 from dtckpt.dtensor import DTensor, torch_interop
+from dtckpt.dtensor.torch_checkpoint import copies_of
 from dtckpt.errors import DtckptError, ShapeMismatchError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.interop.dcp.copies import Copies, CopyPlace, TensorCopy, comparable
@@ -110,7 +111,7 @@ def resolve_copies(items: Iterable[WriteItem], planner: SavePlanner, mappings: o
             key, data = item.index.fqn, item.tensor_data
             if data is not None:
                 region = Region(*box_of(data.chunk))
-                memory = _resolved(planner, item, region, key)
+                memory, *_ = _resolved(planner, item, region, key)
                 tensors[key, region.offset] = TensorCopy.of(memory, tuple(data.size))
                 continue
             node, below = encode_item(_value(planner, item), key, path_of(key, [mappings]))
@@ -152,7 +153,7 @@ def _source(
     """
     if _is_plain(planner):
         parts = {
-            name: [(region, [_resolved(planner, item, region, name)]) for region, item in each]
+            name: [(region, _resolved(planner, item, region, name)) for region, item in each]
             for name, each in boxes.items()
         }
         dtypes = {name: dtype_name(each[0][1][0].dtype) for name, each in parts.items()}
@@ -161,21 +162,19 @@ def _source(
     else:
         # Such a planner makes elements, of any dtype; the planned dtype may be that of an older save.
         dtypes = {
-            name: dtype_name(_resolved(planner, item, region, name).dtype)
+            name: dtype_name(_resolved(planner, item, region, name)[0].dtype)
             for name, ((region, item), *_) in boxes.items()
         }
     return PlannerSource(planner, boxes, MemorySource(own)), dtypes
 
 
-def _resolved(planner: SavePlanner, item: WriteItem, region: Region, name: str) -> torch.Tensor:
-    """Return the dense memory of a box."""
+def _resolved(planner: SavePlanner, item: WriteItem, region: Region, name: str) -> list[torch.Tensor]:
+    """Return the dense memory of a box: of each of this rank's devices that has a copy."""
     tensor: Any = planner.resolve_data(item)
-    (memory,) = as_leaf(tensor.detach(), name).components
-    if tuple(memory.shape) != region.shape:
-        raise ShapeMismatchError(
-            f"item {item.index.fqn!r}: the planner resolves {region} to shape {tuple(memory.shape)}"
-        )
-    return memory
+    memories = [memory for copy in copies_of(tensor.detach()) for memory in as_leaf(copy, name).components]
+    if shapes := {tuple(memory.shape) for memory in memories} - {region.shape}:
+        raise ShapeMismatchError(f"item {item.index.fqn!r}: the planner resolves {region} to shape {min(shapes)}")
+    return memories
 
 
 class PlannerSource:
@@ -207,13 +206,13 @@ class PlannerSource:
         # The chunks of an item come one after the other.
         if self._latest is None or self._latest[0] is not item:
             self._latest = None  # before the next one is made
-            self._latest = item, host_array(_resolved(self._planner, item, box, name))
+            self._latest = item, host_array(_resolved(self._planner, item, box, name)[0])
         array = self._latest[1]
         return array[region.relative_to(box).slices()] if region != box else array
 
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
-        """As `Source.copies`."""
-        return [Copy(self.fetch(plan, region))]
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:  # noqa: ARG002  (nothing is made)
+        """As `Source.copies`: one, which is not made again to be compared with nothing."""
+        return [Copy(None)]
 
 
 def _layouts(planner: SavePlanner, items: Sequence[WriteItem], names: Mapping[str, str]) -> dict[str, Layout]:

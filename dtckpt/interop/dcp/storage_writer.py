@@ -52,6 +52,7 @@ from dtckpt.interop.dcp import announcement
 from dtckpt.interop.dcp.announcement import Announcement
 from dtckpt.interop.dcp.client_parts import ClientPart, parts_of, plan_of_parts
 from dtckpt.interop.dcp.columns import ShortMetadata, WriteItems, WriteResults
+from dtckpt.interop.dcp.known_saves import known_saves, note_saves
 from dtckpt.interop.dcp.rank_items import resolve_copies, resolve_items
 from dtckpt.interop.dcp.save_operation import SaveOperation, rank_folder, validate_free
 from dtckpt.interop.dcp.write_plan import (
@@ -79,7 +80,8 @@ class DtckptStorageWriter(StorageWriter):
     Args:
         path: Directory or URL of the checkpoint. The ``checkpoint_id`` of a save takes its place.
         overwrite: Replace a checkpoint at the path, which stays until the new one is durable. Default: that of
-            ``options``; without options True, as in DCP's own writer.
+            ``options``; without options True, as in DCP's own writer. A warning tells of a checkpoint that this run
+            has neither saved nor loaded.
         options: See `SaveOptions`; the same on all ranks. ``progress`` and ``timeout_s`` have no effect.
 
     Raises:
@@ -112,10 +114,12 @@ class DtckptStorageWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A save goes on in the thread that began it; the process that DCP saves in begins its own.
-        return {name: value for name, value in vars(self).items() if name != "_thread"}
+        own = {name: value for name, value in vars(self).items() if name != "_thread"}
+        return {**own, "_known": known_saves()}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
+        note_saves(state["_known"])
+        vars(self).update({name: value for name, value in state.items() if name != "_known"})
         self._thread = threading.local()
 
     @property
@@ -253,7 +257,7 @@ class DtckptStorageWriter(StorageWriter):
                         client=share.client,
                         clients=(),
                         source=items.source,
-                        options=_with_single_holders(self._options),
+                        options=self._options,
                         count=phases.count,
                     )
                     if own.has_moves:
@@ -300,7 +304,7 @@ class DtckptStorageWriter(StorageWriter):
                 client=assembler,
                 clients=(assembler,),
                 source=MemorySource({}),
-                options=_with_single_holders(options),
+                options=options,
                 count=lambda _: None,
             )
             written = {client: part.chunk_list for client, part in parts.items() if part.chunk_list is not None}
@@ -334,11 +338,6 @@ class DtckptStorageWriter(StorageWriter):
         if operation is None:
             raise CheckpointError("set_up_storage_writer must be called first, in the same thread")
         return operation
-
-
-def _with_single_holders(options: SaveOptions) -> SaveOptions:
-    """Return the options of a writer that knows of no copies: they are compared otherwise."""
-    return dataclasses.replace(options, check_replicas=False)
 
 
 def _validate_same(told: Announcement, where: str, options: SaveOptions) -> None:

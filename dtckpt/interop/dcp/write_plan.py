@@ -266,6 +266,7 @@ def plan_written(
     inner: Sequence[TensorBoxes],
     dtypes: Mapping[str, str],
     layouts: Mapping[str, Layout],
+    *,
     options: SaveOptions,
     num_clients: int,
 ) -> SavePlan:
