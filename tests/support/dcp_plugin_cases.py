@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dtckpt
+from dtckpt import errors
 from dtckpt.interop import DtckptStorageReader, DtckptStorageWriter
 from support.union_cases import Block, fill, stage_state, state_of, wrong_in
 
@@ -335,3 +337,94 @@ def save_again(path: str) -> list[float]:
     quietly(dcp.save, plain_state(3.0), storage_writer=DtckptStorageWriter(path))
     dist.barrier()
     return values_at(path)
+
+
+# --- copies ---
+
+
+def differing_states(kind: str) -> dict[str, Any]:
+    """Return this rank's state, in which something under one name differs by rank."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = torch.full((4, 3), float(rank))
+    states: dict[str, Any] = {
+        "elements": {"experts.0.w": local},
+        "one element of many": {"w": torch.arange(300_000).index_fill_(0, torch.tensor(299_999), rank)},
+        "replicated": {"w": DTensor.from_local(local, mesh, [Replicate()], run_check=False)},
+        "shape": {"w": torch.ones(4 + rank)},
+        "dtype": {"w": torch.ones(4, dtype=(torch.float32, torch.float64)[rank])},
+        "value": {"optimizer": {"lr": rank}},
+        "tuple": {"betas": (0.9, rank)},
+        "array in a tuple": {"random": ("MT19937", np.full(5, rank))},
+    }
+    return {"same": torch.ones(2), "step": 7, **states[kind]}
+
+
+def errors_of_copies(path: str, kind: str, to_lowest_rank: bool) -> list[str]:
+    """Save a state of `differing_states` through DCP and by `dtckpt.save`; return class and text of both errors."""
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=to_lowest_rank)
+    found: list[str] = []
+    try:
+        quietly(dcp.save, differing_states(kind), storage_writer=DtckptStorageWriter(path), planner=planner)
+    except dcp.CheckpointException as error:
+        ((cause, _),) = error.failures.values()
+        found.append(f"{type(cause).__name__}: {cause}")
+    try:
+        dtckpt.save(f"{path}_by_save", differing_states(kind))
+    except errors.DtckptError as error:
+        found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def save_unchecked(path: str) -> bool:
+    """Save different copies by a writer that does not compare them."""
+    writer = DtckptStorageWriter(path, options=dtckpt.SaveOptions(check_replicas=False))
+    quietly(dcp.save, differing_states("elements"), storage_writer=writer)
+    dist.barrier()
+    return dtckpt.open_checkpoint(path).verify().is_sound
+
+
+def forget_plans() -> None:
+    """Clear what planners with ``enable_plan_caching`` keep in this process."""
+    planner = dcp.planner.SavePlanner
+    for kept in (
+        planner._cached_save_plan,
+        planner._cached_all_plans,
+        planner._cached_global_plan,
+        planner._cached_final_save_plan,
+        planner._cached_metadata,
+    ):
+        kept.clear()
+
+
+def errors_of_cached_copies(path: str) -> list[str]:
+    """Save by cached plans: first equal copies, then different ones; return the errors and what was saved last."""
+    found: list[str] = []
+    forget_plans()
+    for value in (0.0, 1.0, 2.0):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        own = torch.full((4,), value + (value == 1.0) * dist.get_rank())
+        try:
+            quietly(dcp.save, {"w": own}, storage_writer=DtckptStorageWriter(path), planner=planner)
+        except dcp.CheckpointException as error:
+            found += [type(cause).__name__ for cause, _ in error.failures.values()]
+    dist.barrier()
+    forget_plans()
+    return [*found, str(values_at(path))]
+
+
+def save_cached_dtypes(path: str, before: Any, after: Any, value: Any) -> list[Any]:
+    """Save by cached plans, first in one dtype, then in another; return what is saved."""
+    forget_plans()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for step, dtype in enumerate((before, after)):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        whole = torch.full((7, 3), value if step else 1, dtype=dtype)
+        state = {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "copied": whole, "scalar": whole[0, 0]}
+        quietly(dcp.save, state, checkpoint_id=f"{path}_{step}", storage_writer=DtckptStorageWriter(), planner=planner)
+    dist.barrier()
+    forget_plans()
+    tree = dtckpt.restore(f"{path}_1", group=[dist.get_rank()])
+    return [dtckpt.open_checkpoint(f"{path}_1").verify().is_sound] + [
+        (tensor.dtype == after, bool((tensor == torch.tensor(value, dtype=after)).all())) for tensor in tree.values()
+    ]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.coordination.identity import incarnation
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, DtckptError
-from dtckpt.storage.location import Location
+from dtckpt.storage.commit import CommitTarget
 
 logger = logging.getLogger("dtckpt")
 
@@ -31,9 +31,11 @@ def note_saves(tokens: Iterable[str]) -> None:
     _known.extend(token for token in tokens if token and token not in _known)
 
 
-def warn_of_replacement(where: Location) -> None:
+def warn_of_replacement(target: CommitTarget) -> None:
     """Log a warning if there is a checkpoint that this run has neither saved nor loaded. Blocks: on storage."""
+    where = target.where
     try:
+        target.locate()  # without a look for other libraries' checkpoints, which `check_target` refuses
         with contextlib.closing(open_checkpoint(where)) as checkpoint:
             token = checkpoint.identity
     except (CheckpointNotFoundError, CheckpointIncompleteError):

@@ -41,7 +41,7 @@ class SaveOperation:
         """Begin the attempt; return the token that the other ranks join it by."""
         validate_kind(options.kvstore, self.target.folder, [options.codec] if options.codec else [])
         self.target.check_target(overwrite=options.overwrite)
-        warn_of_replacement(self.target.where)
+        warn_of_replacement(self.target)
         token = f"{Config.from_environ().attempt}-{incarnation():x}-{secrets.token_hex(4)}"
         self._led = self.target.begin(token)
         self._alive.enter_context(self._led.keep_alive())
