@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
+import shutil
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -333,6 +335,10 @@ def save_and_die(path: str) -> None:
     quietly(dcp.save, plain_state(2.0), storage_writer=DtckptStorageWriter(path), planner=Dying())
 
 
+def die_in_save(path: str) -> None:
+    quietly(dcp.save, plain_state(2.0), storage_writer=DtckptStorageWriter(path), planner=Dying())
+
+
 def save_again(path: str) -> list[float]:
     quietly(dcp.save, plain_state(3.0), storage_writer=DtckptStorageWriter(path))
     dist.barrier()
@@ -428,3 +434,51 @@ def save_cached_dtypes(path: str, before: Any, after: Any, value: Any) -> list[A
     return [dtckpt.open_checkpoint(f"{path}_1").verify().is_sound] + [
         (tensor.dtype == after, bool((tensor == torch.tensor(value, dtype=after)).all())) for tensor in tree.values()
     ]
+
+
+# --- loops that look for checkpoints themselves ---
+
+
+def newest_step(root: Path) -> int:
+    """Return the newest step as loops find it: a name with ``step-N`` anywhere in it, and a file ``.metadata``."""
+    steps = [
+        int(match[1])
+        for name in (os.listdir(root) if root.is_dir() else [])
+        if (match := re.search(r"step-(\d+)", name)) and os.path.isfile(root / name / ".metadata")
+    ]
+    return max(steps, default=-1)
+
+
+def run_loop(path: str, steps: int, *, load_step: int = -1, keep: int = 2, in_background: bool = False) -> list[Any]:
+    """Train and save each step, from the newest checkpoint or a given one; keep the newest directories.
+
+    Returns:
+        The step that the loop began with, the values at its end, and the directories.
+    """
+    root, rank = Path(path), dist.get_rank()
+    state = plain_state(0.0) | {"loader": {f"dp_rank_{rank % 2}": {"position": 0}}}
+    start = newest_step(root) if load_step == -1 else load_step
+    if start != -1:
+        quietly(dcp.load, state, checkpoint_id=str(root / f"step-{start}"), storage_reader=DtckptStorageReader())
+    dist.barrier()
+    own_loader, future = state["loader"][f"dp_rank_{rank % 2}"], None
+    for step in range(max(start, 0) + 1, steps + 1):
+        state["sharded"].add_(1.0)
+        state["copied"].add_(1.0)
+        state["value"] += 1.0
+        own_loader["position"] += 1
+        if future is not None:
+            future.result()
+        where = {"checkpoint_id": str(root / f"step-{step}"), "storage_writer": DtckptStorageWriter()}
+        future = quietly(dcp.async_save, state, **where) if in_background else None
+        if not in_background:
+            quietly(dcp.save, state, **where)
+        if rank == 0 and root.is_dir():
+            found = sorted(int(match[1]) for name in os.listdir(root) if (match := re.search(r"step-(\d+)", name)))
+            for old in found[:-keep]:
+                shutil.rmtree(root / f"step-{old}", ignore_errors=True)
+    if future is not None:
+        future.result()
+    dist.barrier()
+    values = {*state["sharded"].to_local().flatten().tolist(), *state["copied"].tolist(), state["value"]}
+    return [start, sorted({*values, float(own_loader["position"])}), sorted(os.listdir(root))]
