@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import dtckpt
 from dtckpt.checkpoint.converting.convert import convert
-from dtckpt.errors import CheckpointError, CheckpointIncompleteError, StorageError
+from dtckpt.errors import CheckpointExistsError, CheckpointIncompleteError, StorageError
 from dtckpt.format.dcp_metadata import METADATA_NAME, OWN_MARKER
 from dtckpt.interop import DtckptStorageReader, DtckptStorageWriter
 from dtckpt.interop.dcp import known_saves
@@ -106,8 +106,8 @@ def test_copies_and_exports(tmp_path):
     state = {"a": torch.zeros(3)}
     dcp.load(state, checkpoint_id=tmp_path / "exported")
     assert state["a"].tolist() == [1.0] * 3
-    with pytest.raises(CheckpointError):
-        convert(tmp_path / "exported", place, to="dcp", overwrite=True)
+    with pytest.raises(CheckpointExistsError):
+        convert(tmp_path / "exported", place, to="dcp")
     assert dtckpt.open_checkpoint(place).verify().is_sound
     command = [sys.executable, "-m", "dtckpt", "inspect", str(place)]
     assert "a" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
