@@ -241,6 +241,7 @@ class DtckptStorageWriter(StorageWriter):
         where = operation.target.where
         _validate_same(told, str(where), self._options)
         share = announcement.share_of(told, plan.storage_data)
+        _validate_paths(plan, planner)
         if not plan.items and not share.shared:
             return WriteResults()
         phases = Phases("save", share.client, lambda _: None)
@@ -338,6 +339,18 @@ class DtckptStorageWriter(StorageWriter):
         if operation is None:
             raise CheckpointError("set_up_storage_writer must be called first, in the same thread")
         return operation
+
+
+def _validate_paths(plan: DcpPlan, planner: SavePlanner) -> None:
+    """Refuse a cached plan of a state dict that had the same keys at other paths, as ``{"a": {"b.c": 1}}`` has."""
+    planned, present = plan.planner_data, getattr(planner, "mappings", None)
+    if isinstance(planned, Mapping) and isinstance(present, Mapping) and present is not planned:
+        moved = [key for key, path in planned.items() if present.get(key, path) != path]
+        if moved:
+            raise SaveDisagreementError(
+                f"the planner's cached plan has item {moved[0]!r} at {planned[moved[0]]}, and the state dict at "
+                f"{present[moved[0]]}; make a planner without enable_plan_caching"
+            )
 
 
 def _validate_same(told: Announcement, where: str, options: SaveOptions) -> None:

@@ -68,7 +68,7 @@ class Share:
 
 
 def shared_items(plans: Sequence[DcpPlan]) -> list[Sequence[WriteItem]]:
-    """Return, for each rank, its items of which other ranks have copies. DCP's planner lets one of them write.
+    """Return, for each rank, its items of which other ranks have copies. DCP's planner has one of them write.
 
     Args:
         plans: The plans of all ranks after that; ``storage_data`` has a rank's items as it passed them.
@@ -76,6 +76,8 @@ def shared_items(plans: Sequence[DcpPlan]) -> list[Sequence[WriteItem]]:
     Raises:
         SaveDisagreementError: The planner has dropped these.
     """
+    if len(plans) == 1:
+        return [()]
     for client, plan in enumerate(plans):
         if not isinstance(plan.storage_data, WriteItems):
             raise SaveDisagreementError(

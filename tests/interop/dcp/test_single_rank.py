@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
+from support import dcp_plugin_cases
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
@@ -465,3 +466,40 @@ def test_a_save_of_another_thread_does_not_change_the_path(tmp_path):
     assert len(working_folders(tmp_path / "other")) == 1
     writer.reset()
     assert writer.checkpoint_id == tmp_path / "other"
+
+
+class ForgetfulPlanner(dcp.DefaultSavePlanner):
+    """Plans as a planner of a user may, which knows nothing of the writer's data."""
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        return [replace(plan, storage_data=None) for plan in plans], metadata
+
+
+def test_a_planner_without_the_writers_data(tmp_path):
+    save({"a": torch.ones(1)}, tmp_path / "saved", ForgetfulPlanner())  # one rank has no copies to compare
+    writer, plans = DtckptStorageWriter(tmp_path / "other"), [dcp.SavePlan([]), dcp.SavePlan([])]
+    writer.set_up_storage_writer(is_coordinator=True)
+    with pytest.raises(SaveDisagreementError, match="check_replicas=False"):
+        writer.prepare_global_plan(plans)
+    writer = DtckptStorageWriter(tmp_path / "other", options=SaveOptions(check_replicas=False))
+    writer.set_up_storage_writer(is_coordinator=True)
+    assert len(writer.prepare_global_plan(plans)) == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"a": {"b.c": torch.ones(1)}}, {"a.b": {"c": torch.ones(1)}}),
+        ({"groups": [{"lr": 0.1}]}, {"groups": {"0": {"lr": 0.1}}}),
+    ],
+)
+def test_cached_plans_of_other_paths_are_refused(tmp_path, before, after):
+    dcp_plugin_cases.forget_plans()
+    save(before, tmp_path / "0", dcp.DefaultSavePlanner(enable_plan_caching=True))
+    with pytest.raises(dcp.CheckpointException) as raised:
+        save(after, tmp_path / "1", dcp.DefaultSavePlanner(enable_plan_caching=True))
+    assert isinstance(cause_of(raised), SaveDisagreementError)
+    dcp_plugin_cases.forget_plans()
+    save(after, tmp_path / "1")
+    assert dtckpt.restore(tmp_path / "1").keys() == after.keys()
