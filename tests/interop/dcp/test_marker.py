@@ -142,3 +142,10 @@ def test_a_damaged_checkpoint_is_replaced_with_a_warning(tmp_path, caplog):
     save(tmp_path / "step", 2.0)
     assert "cannot be read" in caplog.text
     assert dtckpt.restore(tmp_path / "step")["a"].tolist() == [2.0] * 3
+
+
+def test_a_tensor_of_that_name(tmp_path):
+    writer = DtckptStorageWriter(tmp_path / "step", options=dtckpt.SaveOptions(kvstore="zarr"))
+    dcp.save({METADATA_NAME: torch.ones(2), "a": torch.ones(1)}, storage_writer=writer)
+    assert (tmp_path / "step" / METADATA_NAME).read_bytes() == OWN_MARKER
+    assert dtckpt.restore(tmp_path / "step")[METADATA_NAME].tolist() == [1.0, 1.0]
