@@ -116,15 +116,14 @@ def plan_of_parts(
 
 def _dtypes(tensors: Iterable[TensorBoxes], parts: Mapping[int, ClientPart]) -> dict[str, str]:
     """Return the dtypes in which the tensors were written, by name; all ranks must agree on each."""
-    dtypes: dict[str, str] = {}
+    writers: dict[str, dict[str, list[int]]] = {}
+    for client, part in parts.items():
+        for name, dtype in part.dtypes.items():
+            writers.setdefault(name, {}).setdefault(dtype, []).append(client)
     for tensor in tensors:
-        writers: dict[str, list[int]] = {}
-        for client, part in parts.items():
-            if (dtype := part.dtypes.get(tensor.name)) is not None:
-                writers.setdefault(dtype, []).append(client)
-        validate_kinds(tensor.name, ((clients, tensor.shape, dtype) for dtype, clients in writers.items()))
-        dtypes |= dict.fromkeys([tensor.name] if writers else [], next(iter(writers), ""))
-    return dtypes
+        if len(found := writers.get(tensor.name, {})) > 1:
+            validate_kinds(tensor.name, ((clients, tensor.shape, dtype) for dtype, clients in found.items()))
+    return {name: dtype for name, (dtype, *_) in writers.items()}
 
 
 def _tree(metadata: Metadata, tensors: Mapping[str, TensorBoxes], parts: Mapping[int, ClientPart]) -> trees.Node:

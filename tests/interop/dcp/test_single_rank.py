@@ -23,13 +23,14 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
 import dtckpt
-from dtckpt import RestoreOptions, SaveOptions
+from dtckpt import RestoreOptions, SaveOptions, abstract_mesh
 from dtckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointExistsError,
     ConfigError,
     DTypeError,
+    ReplicaMismatchError,
     SaveDisagreementError,
     StorageError,
     TensorNameError,
@@ -416,6 +417,8 @@ def test_messages_are_pickled_by_columns():
     assert again == plan.items
     assert len({id(item.tensor_data.properties) for item in again if item.tensor_data}) == 3
     assert len(pickle.dumps(columns.WriteItems(plan.items * 50))) < len(pickle.dumps(plan.items * 50))
+    local, short = DtckptStorageWriter().prepare_local_plan(plan), replace(plan, items=columns.WriteItems(plan.items))
+    assert len(pickle.dumps(local)) < len(pickle.dumps(short)) + 50  # the items are sent once
     _, metadata = planner.create_global_plan([plan])
     items, size = metadata.state_dict_metadata, len(pickle.dumps(metadata))
     columns.ShortMetadata.shorten(metadata)
@@ -503,3 +506,18 @@ def test_cached_plans_of_other_paths_are_refused(tmp_path, before, after):
     dcp_plugin_cases.forget_plans()
     save(after, tmp_path / "1")
     assert dtckpt.restore(tmp_path / "1").keys() == after.keys()
+
+
+@pytest.mark.parametrize("options", [{}, {"save_as_bf16": True}, {"chunk_nbytes": 12}], ids=str)
+def test_copies_of_one_rank_are_compared(tmp_path, options):
+    layout = dtckpt.Layout(["x", "unsharded"], abstract_mesh({"x": 2, "y": 2}))
+    parts = [torch.zeros(2, 3) for _ in range(4)]
+    parts[3][0, 0] = 1
+    tree = {"w": dtckpt.pack(parts, layout)}
+    with pytest.raises(ReplicaMismatchError) as raised:
+        dtckpt.save(tmp_path / "0", tree, options=SaveOptions(**options))
+    with pytest.raises(dcp.CheckpointException) as wrapped:
+        save(tree, tmp_path / "1", options=SaveOptions(**options))
+    assert isinstance(cause_of(wrapped), ReplicaMismatchError)
+    assert str(cause_of(wrapped)) in str(raised.value)
+    save(tree, tmp_path / "1", options=SaveOptions(check_replicas=False, **options))
