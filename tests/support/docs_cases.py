@@ -6,12 +6,17 @@ A page is a generator: before each block it prepares the names that the page tak
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import shutil
 import signal
+import sys
+import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -199,6 +204,51 @@ def dcp(names: Names) -> Iterator[None]:
     yield
     names["tensor"] = torch.ones(3)
     yield
+    with mock.patch.dict(sys.modules, trainer_modules()):
+        yield
+    manager, modes = names["DtckptManager"](), names["AsyncMode"]
+    for step, mode in enumerate(modes):
+        saved = manager.dcp_save({"w": torch.full((3,), float(step))}, f"step-{step}", mode)
+        if mode is not modes.DISABLED:
+            saved.result()
+        assert Path(f"step-{step}/.metadata").is_file()
+        state = {"w": torch.zeros(3)}
+        manager.dcp_load(state, f"step-{step}", from_hf=False, from_quantized=False)
+        assert manager.states["model"].loaded["w"].tolist() == state["w"].tolist() == [float(step)] * 3
+    assert manager.dcp_save({}, "step-9", modes.DISABLED, to_hf=True) == "by the trainer itself"
+    assert manager.dcp_load({}, "step-9", from_hf=True, from_quantized=False) == "by the trainer itself"
+
+
+def trainer_modules() -> dict[str, types.ModuleType]:
+    """Return modules with the names and signatures of torchtitan's checkpoint manager that the page relies on."""
+
+    class AsyncMode(enum.Enum):
+        DISABLED = "disabled"
+        ASYNC = "async"
+
+    class ModelState:
+        def load_state_dict(self, state: Any) -> None:
+            self.loaded = state
+
+    class CheckpointManager:
+        @dataclass(kw_only=True, slots=True)
+        class Config:
+            enable: bool = False
+
+        pg = None
+
+        def __init__(self) -> None:
+            self.states = {"model": ModelState()}
+
+        def dcp_save(self, *_: Any) -> str:
+            return "by the trainer itself"
+
+        dcp_load = dcp_save
+
+    module = types.ModuleType("torchtitan.components.checkpointer")
+    vars(module).update(MODEL="model", AsyncMode=AsyncMode, CheckpointManager=CheckpointManager)
+    parents = ("torchtitan", "torchtitan.components")
+    return {**{name: types.ModuleType(name) for name in parents}, module.__name__: module}
 
 
 def expert_parallel(names: Names) -> Iterator[None]:

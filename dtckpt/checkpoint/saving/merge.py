@@ -6,7 +6,6 @@ plan, and the digests of copies with each other. Any difference fails the save b
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
@@ -18,9 +17,10 @@ from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.saving.documents import documents_of_share, plan_documents
 from dtckpt.checkpoint.saving.plan import NO_CLIENT, Copies, SavePlan
+from dtckpt.checkpoint.saving.replica_check import log_differing, mismatch_error
 from dtckpt.checkpoint.saving.union import PARTS_CURE
 from dtckpt.checkpoint.saving.write import CHUNKS_NAME, EDGES_PREFIX
-from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, capped
+from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format.content import content_digest
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.dtypes import DTYPES
@@ -28,8 +28,6 @@ from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, ArrayKind, Manifes
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.zarr_tensorstore import DATABASE_NAME, client_folder, key_of, merge, sync_merged
-
-logger = logging.getLogger("dtckpt.checkpoint")
 
 VALUES_CURE = (
     "wrap what differs by client in dtckpt.PerClient; SaveOptions(check_replicas={pattern: False}) saves the lowest "
@@ -143,25 +141,16 @@ def _entries(
 
 def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[int, Sequence[int]]]) -> None:
     """Refuse copies that differ and must not; log the names of the others that differ."""
-    noted: dict[str, None] = {}
+    noted: list[str] = []
     for (position, box), by_digest in sorted(copies.items()):
         if len(by_digest) > 1:
             spec = plan.tensors[position].spec
             if spec.copies is not Copies.EQUAL:
-                noted[spec.name] = None
+                noted.append(spec.name)
                 continue
-            sides = " differs from ".join(f"that of clients {capped(clients)}" for clients in by_digest.values())
-            raise ReplicaMismatchError(
-                f"copies of {spec.holdings[box].region} of tensor {spec.name!r} must be equal: {sides}; "
-                f"{f'{PARTS_CURE}; else training has diverged' if spec.is_parameter else VALUES_CURE}; nothing was "
-                "committed"
-            )
-    if noted:
-        logger.warning(
-            "%d buffers differ between clients, as they may; each is saved as the lowest client that has it: %s",
-            len(noted),
-            capped(map(repr, noted)),
-        )
+            cure = f"{PARTS_CURE}; else training has diverged" if spec.is_parameter else VALUES_CURE
+            raise mismatch_error(spec.name, spec.holdings[box].region, list(by_digest.values()), cure)
+    log_differing(noted)
 
 
 def _chunk_list(folder: Folder, client: int, expected: int) -> checkpoint_pb2.ClientChunks:

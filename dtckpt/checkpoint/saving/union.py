@@ -55,7 +55,7 @@ def unite(descriptions: Mapping[Clients, Description]) -> tuple[TensorSpec, ...]
     united: list[TensorSpec] = []
     for name, each in claims.items():
         key = tuple((clients, id(spec.holdings)) for clients, spec in each)
-        _validate_same_kind(name, each)
+        validate_same_kind(name, each)
         if key not in holdings:
             holdings[key] = _united_holdings(name, each)
         # All clients take the same one, so all write the same layout into the manifest.
@@ -124,7 +124,12 @@ def validate_same_names(descriptions: Mapping[Clients, Description], per_client:
             )
 
 
-def _validate_same_kind(name: str, claims: Sequence[Claim]) -> None:
+def validate_same_kind(name: str, claims: Sequence[Claim]) -> None:
+    """Check that clients describe a tensor alike.
+
+    Raises:
+        ComponentError: They disagree on its shape or dtype.
+    """
     clients, first = claims[0]
     for others, spec in claims[1:]:
         if _kind(spec) != _kind(first):
