@@ -61,16 +61,13 @@ def plan_path(
         end = without(target, target.partial)
     path: list[Layout] = []
     layout = source
-    axes = reduced_axes(layout, end)
-    while len({reduction_kind(layout.partial[axis]) for axis in axes}) > 1:
-        # Averages and sums that stand together are one reduction, so that an average is rounded once.
-        kind = reduction_kind(layout.partial[axes[-1]])
-        layout = without(
-            layout,
-            itertools.takewhile(lambda axis: reduction_kind(source.partial[axis]) == kind, reversed(axes)),
-        )
+    # Averages and sums that stand together are one reduction, so that an average is rounded once.
+    kinds = itertools.groupby(reduced_axes(source, end), lambda axis: reduction_kind(source.partial[axis]))
+    runs = [tuple(run) for _, run in kinds]
+    for run in reversed(runs[1:]):
+        layout = without(layout, run)
         path.append(layout)
-        axes = reduced_axes(layout, end)
+    axes = runs[0] if runs else ()
     if is_native and axes and end == without(layout, axes):
         return (*path, end)
     candidates = _reducing_paths(layout, end, axes) if axes else _moving_paths(layout, end)
