@@ -6,6 +6,7 @@ optimizer that has not made a step yet, a loader that has seen more or fewer sam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -107,6 +108,22 @@ def scope_of_object(target: Any, state: Any) -> Scope:
         return _scope_of_optimizer(target, state)
     tensors = chain.from_iterable(map(_tensors, _modules_in(target)))
     return Scope(adds=True, fixed=frozenset(map(_storage, tensors)) - {0})
+
+
+_OF_RANK = re.compile(r"(.*rank[^0-9a-zA-Z]?)\d+")
+"""Keys by the number of a rank, as ``dp_rank_3`` of torchtitan's loaders."""
+
+
+def keys_of_other_ranks(own: Iterable[Any], saved: Iterable[Any]) -> set[Any]:
+    """Return the saved keys that other ranks have in the place of a key of an object's own state."""
+
+    def start(key: Any) -> str | None:
+        match = _OF_RANK.fullmatch(key) if isinstance(key, str) else None
+        return match and match[1]
+
+    own = set(own)
+    starts = {start(key) for key in own} - {None}
+    return {key for key in saved if key not in own and start(key) in starts}
 
 
 def keep_defaults(scope: Scope, state: frozenset[Any], options: Sequence[frozenset[str]]) -> Scope:

@@ -34,6 +34,7 @@ from dtckpt.checkpoint.restoring.object_states import (
     Scope,
     is_optimizer_state,
     keep_defaults,
+    keys_of_other_ranks,
     scope_of_dict,
     scope_of_object,
 )
@@ -450,6 +451,8 @@ class _Matcher:
         # A dict of optimizer state that is still empty is filled with what was saved.
         if scope.adds or (not items and isinstance(target, Mapping | SimpleNamespace)):
             taken = {*items, *saved_keys.values()}
+            # Clients ask for their own; what nobody asks for is unexpected.
+            taken |= set() if scope.drops else keys_of_other_ranks(items, nodes)
             plans |= {
                 key: self._take(child, (*path, str(key)), scope.below(key))
                 for key, child in nodes.items()
