@@ -109,7 +109,6 @@ def readme(names: Names) -> Iterator[None]:
 
 
 def checkpointing(names: Names) -> Iterator[None]:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.fsdp import fully_shard
     from torchdata.stateful_dataloader import StatefulDataLoader
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -118,10 +117,8 @@ def checkpointing(names: Names) -> Iterator[None]:
     names["train_on"] = lambda: names["train"](0, None)
     yield
     assert names["report"].nbytes > 0
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    model, optimizer = get_state_dict(names["model"], names["optimizer"], options=flat)
-    names |= {"StateDictOptions": StateDictOptions, "get_state_dict": get_state_dict}
-    names["other_state"] = {"model": model, "optimizer": optimizer, "step": 0}
+    names["stage"] = names["model"]
+    names["other_state"] = {"model": names["model"], "optimizer": names["optimizer"], "step": 0}
     remove("ckpt/step_10")
     yield
     assert names["other_state"]["step"] == 10
@@ -142,7 +139,9 @@ def checkpointing(names: Names) -> Iterator[None]:
     names |= {"fully_shard": fully_shard, "Transformer": lambda: nn.Linear(4, 5)}
     yield
     assert torch.equal(names["model"].weight.full_tensor(), layer.weight.full_tensor())
-    names["SaveOptions"] = dtckpt.SaveOptions
+    names |= {"SaveOptions": dtckpt.SaveOptions, "RestoreOptions": dtckpt.RestoreOptions}
+    yield
+    assert {*names["reports"][0].owners.values()} == {"name"}
     yield
     training(names)
     remove("ckpt/step_10")

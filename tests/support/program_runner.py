@@ -30,6 +30,7 @@ TOLERANCES = {
 """Of programs that are not exact, relative to the largest element. Elements of another tensor differ by more."""
 
 REFUSED = (
+    "more than one element of the written-to tensor refers to a single memory location; got",
     "autograd would take the gradient of other elements",
     "expected a view of elements of the DTensor",
     "new_fn INTERNAL ASSERT FAILED",

@@ -129,8 +129,8 @@ class Call:
         try:
             return list(tensors_in([run_on_meta(self.func, self.args, self.kwargs, self.tensors)]))
         # Other errors are the operator's own about its arguments, and reach the caller before anything moves.
-        # Those reach it otherwise, too, if they are TypeErrors; some meta kernels raise these for empty tensors.
-        except (NotImplementedError, TypeError) as error:
+        # Those reach it otherwise, too, if they are of these classes; some meta kernels raise these for empty tensors.
+        except (NotImplementedError, TypeError, ZeroDivisionError) as error:
             raise UnknownResultError from error
 
     @property
