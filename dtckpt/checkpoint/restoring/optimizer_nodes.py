@@ -96,6 +96,7 @@ class _Rewriter:
     def __init__(self, saved: SavedOptimizers, path: tuple[str, ...]) -> None:
         self._saved = saved
         self._path = path
+        self._used_groups: set[Place] = set()
         self.made = TargetState({})
 
     def state(self, wanted: Sequence[Parameter], match: Match) -> Iterator[list[Any]]:
@@ -107,8 +108,10 @@ class _Rewriter:
                 continue
             self.made.owners[where] = rule
             source, saved = self._saved.optimizers[place[0]], self._saved.parameter(place)
-            options = source.groups[saved.group]
-            self._use(source, ("param_groups", str(saved.group)), options, options.keys())
+            if (place[0], saved.group) not in self._used_groups:
+                self._used_groups.add((place[0], saved.group))
+                options = source.groups[saved.group]
+                self._use(source, ("param_groups", str(saved.group)), options, options.keys())
             key = str(saved.key)
             if key not in source.state:
                 continue  # it had no gradient yet
