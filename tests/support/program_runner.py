@@ -66,7 +66,7 @@ LAZY_REFUSED = (
 # * "DTensors have no lazy bits": where plain tensors have one, strides of what follows are not compared.
 # * "Changes of shape in place", and "as_strided": `REFUSED`.
 # * "Strides of dims of size 1, and of tensors without elements": `_steps`.
-# * "Strides of gradients": those that torch.autograd.grad returns are not compared.
+# * "Strides of gradients": those of torch.autograd.grad and of what `grad` is are not compared.
 # Not compared, as they mean nothing on plain tensors either: gradients of what was written to through `data`, results
 # written to their own operands (`out` of a product), what is written through views whose elements overlap in memory,
 # which may count twice, and random numbers.
@@ -149,8 +149,10 @@ def difference(
 def _differences(program: Program, mesh: Mesh, *, goes_on: bool) -> Iterator[Difference]:
     plain = namespace() | {each.name: each.plain() for each in program.inputs}
     ours = namespace() | {each.name: _distributed(each, mesh) for each in program.inputs}
-    is_lazy = False
+    is_lazy, gradients = False, set[str]()
     for position, statement in enumerate(program.statements):
+        if statement.source.endswith(".grad"):
+            gradients.add(statement.source.rpartition("; ")[2].partition(" = ")[0])
         before = _versions(plain), _versions(ours)
         expected, error = execute(statement.source, plain), execute(statement.source, ours)
         if "autograd.grad" in statement.source:
@@ -175,7 +177,7 @@ def _differences(program: Program, mesh: Mesh, *, goes_on: bool) -> Iterator[Dif
         for name, each in tensors_of(plain).items():
             made = ours.get(name)
             for kind, text in _wrong_facts(each, made):
-                if (is_lazy or name.startswith("grad_")) and kind in MEMORY_FACTS:
+                if (is_lazy or name.startswith("grad_") or name in gradients) and kind in MEMORY_FACTS:
                     continue
                 yield Difference(kind, position, name, text)
         if program.looks:
