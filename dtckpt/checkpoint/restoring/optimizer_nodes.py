@@ -7,6 +7,7 @@ put into the places where the target looks for it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,51 +178,71 @@ class Regrouping:
 
     Args:
         sources: For each group of the target, the saved group whose options it takes; None if it keeps its own.
-        num_saved: How many groups there were.
+        own: The position of the saved optimizer in the same place of the tree; None if there is none.
+        sizes: How many groups each saved optimizer has.
     """
 
-    sources: tuple[int | None, ...]
-    num_saved: int
+    sources: tuple[Place | None, ...]
+    own: int | None
+    sizes: tuple[int, ...]
 
     @property
     def is_same(self) -> bool:
         """Whether the groups are the saved ones, in their order."""
-        return self.sources == tuple(range(self.num_saved))
+        return self.own is not None and self.sources == tuple((self.own, at) for at in range(self.sizes[self.own]))
 
-    def scheduler(self, node: Node, state: Mapping[str, Any], where: str) -> Node:
+    @property
+    def optimizers(self) -> list[int]:
+        """The saved optimizers that the groups are of: first its own, else the one that most of them are of."""
+        counts = Counter(place[0] for place in self.sources if place is not None)
+        found = [number for number, _ in counts.most_common()]
+        if self.own is None or (found and self.own not in found):
+            return found
+        return [self.own, *(number for number in found if number != self.own)]
+
+    def scheduler(self, nodes: Mapping[int, Node], state: Mapping[str, Any], where: str) -> Node:
         """Return the saved state of a scheduler with the items of its lists in the order of the target's groups.
 
         Args:
-            node: The saved state.
+            nodes: The saved states of the schedulers of `optimizers`; all but the lists is from the first of them.
             state: The state of the target's scheduler.
             where: Its path, for messages.
 
         Raises:
             ShapeMismatchError: A list has not one item for each group that was saved.
         """
-        opened = trees.items_of(node)
-        if opened is None or "dict" not in node:
-            return node
-        return {"dict": [[key, self._item(key, child, state.get(key), where)] for key, child in opened[1]]}
-
-    def _item(self, key: Any, node: Node, own: Any, where: str) -> Node:
-        ((kind, items),) = node.items()
-        if kind not in ("list", "tuple") or not isinstance(own, list | tuple):
-            return node
-        if key == "_schedulers" and len(own) == len(items):
-            return {kind: [self.scheduler(each, below, where) for each, below in zip(items, own, strict=True)]}
-        if not _BY_GROUP.fullmatch(str(key)) or len(own) != len(self.sources):
-            return node
-        if len(items) != self.num_saved and any(each != items[0] for each in items):
-            raise ShapeMismatchError(
-                f"scheduler at {where!r}: {key!r} has an item for each group of the optimizer; got {len(items)} items, "
-                f"saved with {self.num_saved} groups; save the scheduler where the optimizer has all of its groups"
-            )
+        opened = {number: _items(node) for number, node in nodes.items()}
+        first = next(iter(opened))
         return {
-            kind: [
-                trees.flatten(own[at], lambda _: False, at=where)[1]
-                if source is None or not items
-                else items[min(source, len(items) - 1)]
-                for at, source in enumerate(self.sources)
+            "dict": [
+                [key, self._item(key, {at: each[key] for at, each in opened.items() if key in each}, state, where)]
+                for key in opened[first]
             ]
         }
+
+    def _item(self, key: str, nodes: Mapping[int, Node], state: Mapping[str, Any], where: str) -> Node:
+        own, first = state.get(key), next(iter(nodes.values()))
+        ((kind, _),) = first.items()
+        if kind not in ("list", "tuple") or not isinstance(own, list | tuple):
+            return first
+        lists = {number: node[kind] for number, node in nodes.items() if kind in node}
+        if key == "_schedulers" and all(len(each) == len(own) for each in lists.values()):
+            columns = ({number: each[at] for number, each in lists.items()} for at in range(len(own)))
+            return {kind: [self.scheduler(each, below, where) for each, below in zip(columns, own, strict=True)]}
+        if not _BY_GROUP.fullmatch(key) or len(own) != len(self.sources):
+            return first
+        for number, items in lists.items():
+            if len(items) != self.sizes[number] and any(each != items[0] for each in items):
+                raise ShapeMismatchError(
+                    f"scheduler at {where!r}: {key!r} has an item for each group of the optimizer; got {len(items)} "
+                    f"items, saved with {self.sizes[number]} groups; save the scheduler where the optimizer has all of "
+                    "its groups"
+                )
+        kept = [trees.flatten(value, lambda _: False, at=where)[1] for value in own]
+        found = [lists.get(place[0], [])[: place[1] + 1] if place else [] for place in self.sources]
+        return {kind: [items[-1] if items else value for items, value in zip(found, kept, strict=True)]}
+
+
+def _items(node: Node) -> dict[str, Node]:
+    opened = trees.items_of(node)
+    return {} if opened is None else {str(key): child for key, child in opened[1]}

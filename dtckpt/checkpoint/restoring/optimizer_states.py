@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch.optim import LBFGS, Optimizer
@@ -22,6 +22,15 @@ from dtckpt.errors import TreeError
 from dtckpt.format.tree import Node, items_of
 
 
+Saved = tuple[tuple[str, ...], Node]
+"""The keys that lead to a part of a checkpoint, and the part."""
+
+
+def is_scheduler(target: Any) -> bool:
+    """Whether an object's state depends on the groups of an optimizer that it holds."""
+    return isinstance(getattr(target, "optimizer", None), Optimizer)
+
+
 class OptimizerStates:
     """Finds the saved state of the optimizers of one target.
 
@@ -36,27 +45,39 @@ class OptimizerStates:
         # By id of an optimizer.
         self._pools: dict[int, SavedOptimizers] = {}
         self._groups: dict[int, Regrouping] = {}
+        # By id of a scheduler: what was saved in its container, by key, each with its path.
+        self._schedulers: dict[int, dict[str, Saved]] = {}
 
     def pool(self, items: Any, node: Node, path: tuple[str, ...]) -> Node:
         """Note that optimizers in one container share what was saved in it; return a node with a place for each.
 
         An optimizer for each parameter or for each part of a model: which of them has a parameter may have changed.
+        Their schedulers share in the same way.
         """
         children = dict(items) if isinstance(items, Mapping) else dict(enumerate(items))
         opened = items_of(node)
-        if not children or opened is None or not all(isinstance(child, Optimizer) for child in children.values()):
+        if not children or opened is None or opened[0] not in node:
             return node
-        kind, nodes = opened[0], dict(opened[1])
+        nodes = dict(opened[1])
+        if all(isinstance(child, Optimizer) for child in children.values()):
+            return self._pool_optimizers(children, nodes, node, path)
+        if all(map(is_scheduler, children.values())):
+            shared = {str(key): ((*path, str(key)), each) for key, each in nodes.items()}
+            self._schedulers |= {id(child): shared for child in children.values()}
+            return _with_places(node, children, {"dict": []})
+        return node
+
+    def _pool_optimizers(
+        self, children: Mapping[Any, Any], nodes: Mapping[Any, Node], node: Node, path: tuple[str, ...]
+    ) -> Node:
         saved = {key: SavedOptimizer.of(each, (*path, str(key))) for key, each in nodes.items()}
         found = {key: each.renamed(self._new_names) for key, each in saved.items() if each is not None}
-        if kind not in node or not found or len(found) < len(saved):
+        if not found or len(found) < len(saved):
             return node
         numbers = {key: number for number, key in enumerate(found)}
         for key, child in children.items():
             self._pools[id(child)] = SavedOptimizers(tuple(found.values()), numbers.get(key))
-        if kind == "dict":
-            return {"dict": [*node["dict"], *([key, EMPTY] for key in children if key not in nodes)]}
-        return {kind: [nodes.get(number, EMPTY) for number in children]}
+        return _with_places(node, children, EMPTY)
 
     def match_object(self, optimizer: Optimizer, node: Node, path: tuple[str, ...]) -> TargetState | None:
         """Return the saved state of an optimizer in its terms; None if the node is not the state of an optimizer.
@@ -75,10 +96,10 @@ class OptimizerStates:
             return None
         match = match_optimizer(wanted, len(state["param_groups"]), saved)
         if isinstance(optimizer, LBFGS):
-            _validate_order(match, wanted, path)
-        if saved.own is not None:
-            sources = (place[1] if place is not None and place[0] == saved.own else None for place in match.groups)
-            self._groups[id(optimizer)] = Regrouping(tuple(sources), len(saved.optimizers[saved.own].groups))
+            _validate_order(match, wanted, saved, path)
+        self._groups[id(optimizer)] = Regrouping(
+            match.groups, saved.own, tuple(len(each.groups) for each in saved.optimizers)
+        )
         return rewrite_state(wanted, state["param_groups"], match, saved, path)
 
     def match_dict(self, items: Mapping[Any, Any], node: Node, path: tuple[str, ...]) -> TargetState | None:
@@ -92,28 +113,67 @@ class OptimizerStates:
         wanted = parameters_of_groups(groups)
         return rewrite_state(wanted, groups, match_optimizer(wanted, len(groups), saved), saved, path)
 
-    def regroup(self, target: Any, state: Any, node: Node, path: tuple[str, ...]) -> Node:
-        """Return the saved state of a scheduler, in the order of the groups that its optimizer has in the target."""
-        regrouping = self._groups.get(id(getattr(target, "optimizer", None)))
-        if regrouping is None or regrouping.is_same or not isinstance(state, Mapping):
-            return node
-        return regrouping.scheduler(node, state, "/".join(path))
+    def regroup(self, target: Any, state: Any, node: Node, path: tuple[str, ...]) -> tuple[Node, Sequence[Saved]]:
+        """Return the saved state of a scheduler for the groups that its optimizer has in the target.
+
+        Returns:
+            The state, and what it is made of; nothing if that is the node itself.
+
+        Raises:
+            ShapeMismatchError: A list of the state has not one item for each group.
+            TreeError: The groups are of several saved optimizers, whose schedulers are not found.
+        """
+        optimizer = getattr(target, "optimizer", None)
+        regrouping = self._groups.get(id(optimizer))
+        if regrouping is None or regrouping.is_same or not isinstance(state, Mapping) or not regrouping.optimizers:
+            return node, ()
+        pool = self._pools.get(id(optimizer))
+        keys = [each.path[-1] for each in pool.optimizers] if pool is not None else []
+        siblings = self._schedulers.get(id(target), {})
+        parts = {regrouping.own: (path, node)} if regrouping.own in regrouping.optimizers else {}
+        for number in regrouping.optimizers:
+            if number not in parts:
+                if {*siblings} != {*keys}:
+                    raise TreeError(
+                        f"scheduler at {'/'.join(path)!r}: its optimizer has parameters of the saved optimizer at "
+                        f"{'/'.join(pool.optimizers[number].path)!r}, whose scheduler cannot be told; keep schedulers "
+                        "in a list or dict with the keys of their optimizers"
+                    )
+                parts[number] = siblings[keys[number]]
+        in_order = {number: parts[number][1] for number in regrouping.optimizers}
+        # What the places of groups that are no more had is not unexpected.
+        return regrouping.scheduler(in_order, state, "/".join(path)), [(path, node), *parts.values()]
 
     def _saved_at(self, node: Node, path: tuple[str, ...]) -> SavedOptimizers | None:
         saved = SavedOptimizer.of(node, path)
         return None if saved is None else SavedOptimizers((saved.renamed(self._new_names),), 0)
 
 
+def _with_places(node: Node, keys: Collection[Any], empty: Node) -> Node:
+    """Return the node of a container with a place for each key of a target's container."""
+    ((kind, content),) = node.items()
+    if kind == "dict":
+        known = [key for key, _ in content]
+        return {"dict": [*content, *([key, empty] for key in keys if type(key) in (int, str) and key not in known)]}
+    return {kind: [*content, *(empty for _ in keys)][: len(keys)]}
+
+
 def _is_group(group: Any) -> bool:
     return isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
 
 
-def _validate_order(match: Match, wanted: Sequence[Parameter], path: tuple[str, ...]) -> None:
-    """Check that an optimizer whose state is of all parameters in order has the order that was saved."""
-    for number, (parameter, place) in enumerate(zip(wanted, match.sources, strict=True)):
-        if place is not None and place[1] != number:
-            raise TreeError(
-                f"optimizer at {'/'.join(path)!r}: the state of LBFGS is of all parameters in their order, which is "
-                f"another one; got {parameter.label!r} as number {number} in the target, saved as number {place[1]}; "
-                "make the optimizer of the parameters in the saved order"
-            )
+def _validate_order(
+    match: Match, wanted: Sequence[Parameter], saved: SavedOptimizers, path: tuple[str, ...]
+) -> None:
+    """Check that an optimizer whose state is of all parameters in order has the parameters and the order of the save."""
+    sources = [None if place is None else saved.parameter(place).label for place in match.sources]
+    numbers = {place[0] for place in match.sources if place is not None}
+    old = [each.label for number in sorted(numbers) for each in saved.optimizers[number].parameters]
+    if len(numbers) > 1 or (numbers and sources != old):
+        at = next((at for at, pair in enumerate(zip(sources, old, strict=False)) if pair[0] != pair[1]), len(old))
+        got = repr(wanted[at].label) if at < len(wanted) else "none"
+        raise TreeError(
+            f"optimizer at {'/'.join(path)!r}: the state of LBFGS is of all parameters in their order, which is another "
+            f"one; got {got} as number {at} in the target, saved {repr(old[at]) if at < len(old) else 'none'}; make the "
+            "optimizer of the saved parameters in the saved order"
+        )

@@ -36,7 +36,7 @@ from dtckpt.checkpoint.restoring.object_states import (
 )
 from dtckpt.checkpoint.restoring.optimizer_match import Rule, rename_optimizers
 from dtckpt.checkpoint.restoring.optimizer_nodes import TargetState
-from dtckpt.checkpoint.restoring.optimizer_states import OptimizerStates
+from dtckpt.checkpoint.restoring.optimizer_states import OptimizerStates, is_scheduler
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
 from dtckpt.checkpoint.restoring.target_tree import TargetTree, is_stateful_target, items_of_target
@@ -265,7 +265,7 @@ class _Matcher:
     def _visit_object(
         self, target: Any, node: trees.Node, path: tuple[str, ...], *, is_late: bool = False
     ) -> Callable[[], Any]:
-        if isinstance(getattr(target, "optimizer", None), Optimizer) and not is_late:
+        if is_scheduler(target) and not is_late:
             self._late.append(lambda: self._visit_object(target, node, path, is_late=True))
             return lambda: target
         state = self._target.state_of(target)
@@ -273,9 +273,10 @@ class _Matcher:
         scope = scope_of_object(target, state)
         if isinstance(target, Optimizer):
             node, scope = self._match_optimizer(self._optimizers.match_object(target, node, path), node, scope)
-        elif (regrouped := self._optimizers.regroup(target, state, node, path)) is not node:
-            self._use(node, path)
-            node = regrouped
+        else:
+            node, parts = self._optimizers.regroup(target, state, node, path)
+            for at, part in parts:
+                self._use(part, at)
         renewed = self.visit(state, node, path, scope)
         self.modules.validate(target, state, "/".join(path))
         self.modules.note_parameters(parameters_of(target), "/".join(path))
