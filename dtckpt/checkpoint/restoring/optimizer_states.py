@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.optim import LBFGS, Optimizer
 
 from dtckpt.checkpoint.parameter_names import is_numbered, parameters_of
@@ -18,8 +19,9 @@ from dtckpt.checkpoint.restoring.optimizer_match import (
 )
 from dtckpt.checkpoint.restoring.optimizer_nodes import EMPTY, Regrouping, TargetState, rewrite_state
 from dtckpt.checkpoint.restoring.target_tree import TargetTree
-from dtckpt.errors import TreeError
-from dtckpt.format.tree import Node, items_of
+from dtckpt.errors import ShapeMismatchError, TreeError
+from dtckpt.format.names import name_of_key
+from dtckpt.format.tree import Node, items_of, name_of_tensor
 
 
 Saved = tuple[tuple[str, ...], Node]
@@ -37,10 +39,14 @@ class OptimizerStates:
     Args:
         target: The target.
         new_names: New name by name in the checkpoint, of the tensors that are renamed.
+        shape_of: Returns the shape of a tensor of the checkpoint, by its name there.
     """
 
-    def __init__(self, target: TargetTree, new_names: Mapping[str, str]) -> None:
+    def __init__(
+        self, target: TargetTree, new_names: Mapping[str, str], shape_of: Callable[[str], tuple[int, ...]]
+    ) -> None:
         self._target = target
+        self._shape_of = shape_of
         self._new_names = new_names
         # By id of an optimizer.
         self._pools: dict[int, SavedOptimizers] = {}
@@ -83,7 +89,8 @@ class OptimizerStates:
         """Return the saved state of an optimizer in its terms; None if the node is not the state of an optimizer.
 
         Raises:
-            ShapeMismatchError: It has other parameters, and no names to tell which.
+            ShapeMismatchError: It has other parameters, and no names to tell which; or state that is found by position
+                fits its parameter not at all.
             TreeError: Its state depends on the order of the parameters, which is another one.
         """
         state, parameters = self._target.state_of(optimizer), parameters_of(optimizer)
@@ -97,6 +104,8 @@ class OptimizerStates:
         match = match_optimizer(wanted, len(state["param_groups"]), saved)
         if isinstance(optimizer, LBFGS):
             _validate_order(match, wanted, saved, path)
+        else:
+            self._validate_shapes(match, parameters, saved, path)
         self._groups[id(optimizer)] = Regrouping(
             match.groups, saved.own, tuple(len(each.groups) for each in saved.optimizers)
         )
@@ -144,6 +153,27 @@ class OptimizerStates:
         # What the places of groups that are no more had is not unexpected.
         return regrouping.scheduler(in_order, state, "/".join(path)), [(path, node), *parts.values()]
 
+    def _validate_shapes(
+        self, match: Match, parameters: Sequence[torch.Tensor], saved: SavedOptimizers, path: tuple[str, ...]
+    ) -> None:
+        """Check that state which is found by position may be that of its parameter."""
+        for number, (parameter, rule, place) in enumerate(zip(parameters, match.rules, match.sources, strict=True)):
+            if rule != "position" or place is None:
+                continue
+            source, label = saved.optimizers[place[0]], saved.parameter(place).label
+            nodes = items_of(source.state.get(str(saved.parameter(place).key), EMPTY)) or ("", [])
+            names = [name for _, node in nodes[1] if (name := name_of_tensor(node)) is not None]
+            # Other tensors count steps, or hold blocks of a larger whole.
+            shapes = [shape for name in names if 0 < len(shape := self._shape_of(name)) == parameter.dim()]
+            # Factored state has one row, or one column.
+            if shapes and not any(_fits(shape, parameter.shape) for shape in shapes):
+                raise ShapeMismatchError(
+                    f"optimizer at {'/'.join(path)!r}: its parameters are found by their position, and number {number} "
+                    f"has another shape; got {tuple(parameter.shape)} in the target, the saved state "
+                    f"{'/'.join((*source.path, 'state', name_of_key(label)))!r} has {shapes[0]}; restore into an "
+                    "optimizer with the parameters in the saved order"
+                )
+
     def _saved_at(self, node: Node, path: tuple[str, ...]) -> SavedOptimizers | None:
         saved = SavedOptimizer.of(node, path)
         return None if saved is None else SavedOptimizers((saved.renamed(self._new_names),), 0)
@@ -156,6 +186,10 @@ def _with_places(node: Node, keys: Collection[Any], empty: Node) -> Node:
         known = [key for key, _ in content]
         return {"dict": [*content, *([key, empty] for key in keys if type(key) in (int, str) and key not in known)]}
     return {kind: [*content, *(empty for _ in keys)][: len(keys)]}
+
+
+def _fits(shape: Sequence[int], parameter: Sequence[int]) -> bool:
+    return all(size in (1, wanted) for size, wanted in zip(shape, parameter, strict=True))
 
 
 def _is_group(group: Any) -> bool:

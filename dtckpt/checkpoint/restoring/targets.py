@@ -169,7 +169,7 @@ class _Matcher:
         self._client = client
         self._target = target
         self._layouts = layouts
-        self._optimizers = OptimizerStates(target, of_parameters)
+        self._optimizers = OptimizerStates(target, of_parameters, lambda name: checkpoint.info(name).shape)
         self._has_text_keys = has_text_keys
         self.used: set[str] = set()
         self.renamed: dict[str, str] = {}
