@@ -576,6 +576,7 @@ class Oracle:
     def is_optional(self) -> bool:
         """Whether a refusal may fail to come: only options of a group that is no more were saved in vain."""
         return self.unexpected() <= {"param_groups"} and (self.target.is_lenient or not self.missing())
+
     def expected(self) -> Snapshot:
         """Return the target after the restore."""
         state = {name: each for name, each in self.own.state.items() if name not in self.old.of}

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from dtckpt.checkpoint.converting.optimizer_states import with_new_names
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.checkpoint.restoring.optimizer_match import rename_optimizers
 from dtckpt.checkpoint.restoring.rename_rules import Rename, renamed, validate_rename
 from dtckpt.errors import ConfigError, TensorNameError, TensorNotFoundError, capped
 from dtckpt.format import tree as trees
@@ -112,7 +114,11 @@ def plan_export(
     paths = [path for path, _ in trees.value_nodes(structure)]
     names = renamed(rename, [*old_names, *paths])
     if names:
+        names, of_parameters = rename_optimizers(structure, names)
         structure = trees.relabel(trees.rename(structure, names), names)
+        structure, moved = with_new_names(structure, of_parameters)
+        names |= {old: moved[new] for old in old_names if (new := names.get(old, old)) in moved}
+        structure = trees.relabel(structure, moved)
         new_names = {names.get(old, old): old for old in old_names}
         old_names = [new_names[name] for name in trees.tensor_names(structure)]
     infos = [checkpoint.info(old) for old in old_names]
