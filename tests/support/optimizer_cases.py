@@ -17,10 +17,19 @@ import dtckpt
 from dtckpt import RestoreOptions, SaveOptions
 
 
-def net(layers: Iterable[str]) -> nn.ModuleDict:
-    """Return a model of layers of one shape, in an order."""
+class Net(nn.ModuleDict):
+    """Layers of one shape."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.values():
+            x = layer(x)
+        return x
+
+
+def net(layers: Iterable[str]) -> Net:
+    """Return a model of layers in an order."""
     torch.manual_seed(0)
-    return nn.ModuleDict({layer: nn.Linear(3, 3) for layer in layers})
+    return Net({layer: nn.Linear(3, 3) for layer in layers})
 
 
 def gradients(model: nn.Module) -> float:
@@ -51,7 +60,7 @@ def _listed(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
-def _sharded(layers: str) -> tuple[nn.ModuleDict, AdamW]:
+def _sharded(layers: str) -> tuple[Net, AdamW]:
     model = net(layers)
     mesh = init_device_mesh("cpu", (dtckpt.num_clients(),))
     for layer in (*model.children(), model):
@@ -74,7 +83,7 @@ def restore_fsdp(path: str, layers: str) -> dict[str, Any]:
     return state_by_name(optimizer, model)
 
 
-def _stage(layers: str) -> tuple[nn.ModuleDict, AdamW]:
+def _stage(layers: str) -> tuple[Net, AdamW]:
     """Return this client's part of the layers, as plain tensors."""
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
     model = net(layers[len(layers) * client // clients : len(layers) * (client + 1) // clients])

@@ -1,9 +1,9 @@
 """Random histories of training jobs whose optimizers change between a save and the restore.
 
-A job is a value: its layers in order of definition, the groups of its optimizers, wrappers, and so on. An operation makes
-another job of it. A history trains a job, saves it, restores it into another job, trains on, and again. What a restore
-gives is compared with plain dicts by parameter name, which are computed without dtckpt; training goes on as that of the
-job that was saved.
+A job is a value: its layers in order of definition, the groups of its optimizers, wrappers, and so on. An operation
+makes another job of it. A history trains a job, saves it, restores it into another job, trains on, and again. The state
+after a restore is compared with plain dicts by parameter name, which are computed without dtckpt. Then both jobs train
+on, the saved one and the restored one, and must stay equal.
 
 The gradients are a function of a parameter's name, its values and the step, so a parameter's course depends on neither
 the order nor the grouping. LBFGS is the exception.
@@ -130,7 +130,9 @@ class Job:
         """Return the job without members of groups that it does not have, and without empty optimizers."""
         own = {*self.parameters()}
         optimizers = (
-            tuple(replace(each, members=kept) for each in groups if (kept := tuple(m for m in each.members if m in own)))
+            tuple(
+                replace(each, members=kept) for each in groups if (kept := tuple(m for m in each.members if m in own))
+            )
             for groups in self.optimizers
         )
         return replace(self, optimizers=tuple(groups for groups in optimizers if groups))
@@ -455,7 +457,7 @@ class Run:
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         lost = [group.pop(self.job.lost, None) for group in groups]
         for group in groups:
-            group |= {"novel": 7} if self.job.extra else {}
+            group.update({"novel": 7} if self.job.extra else {})
         dtckpt.save(path, self.tree(), options=SaveOptions(overwrite=True))
         for group, value in zip(groups, lost, strict=True):
             group.pop("novel", None)
@@ -508,9 +510,13 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
         return [] if equal else [f"{path}: {one} is not {other}"]
     if isinstance(one, dict) and isinstance(other, dict):
         keys = [f"{path}/{key}: only in one" for key in one.keys() ^ other.keys()]
-        return keys + [line for key in one.keys() & other.keys() for line in differences(one[key], other[key], f"{path}/{key}")]
+        return keys + [
+            line for key in one.keys() & other.keys() for line in differences(one[key], other[key], f"{path}/{key}")
+        ]
     if isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
-        return [line for at, pair in enumerate(zip(one, other, strict=True)) for line in differences(*pair, f"{path}/{at}")]
+        return [
+            line for at, pair in enumerate(zip(one, other, strict=True)) for line in differences(*pair, f"{path}/{at}")
+        ]
     return [] if type(one) is type(other) and one == other else [f"{path}: {one!r} is not {other!r}"]
 
 
@@ -538,7 +544,12 @@ class Oracle:
         # One key less is an older PyTorch's, one less and one more are another class's.
         lost = {self.saved.lost} if self.saved.lost and self.saved.extra and self.found() else set()
         homeless = {at for at in range(len(self.target.optimizers)) if not self.schedulers(at)}
-        return model | lost | ({*self.target.trained()} - {*self.found()}) | {f"scheduler/{self._key(at)}" for at in homeless}
+        return (
+            model
+            | lost
+            | ({*self.target.trained()} - {*self.found()})
+            | {f"scheduler/{self._key(at)}" for at in homeless}
+        )
 
     def unexpected(self) -> set[str]:
         """Return the parameters that were saved and that the target does not ask for."""

@@ -6,7 +6,7 @@ of a conversion reach these, and a file for ``Optimizer.load_state_dict`` has nu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dtckpt.checkpoint.restoring.optimizer_match import SavedOptimizer
@@ -15,40 +15,44 @@ from dtckpt.format.names import name_of_key
 from dtckpt.format.tree import Node
 
 
-def with_numbers(structure: Node) -> Node:
+def with_numbers(structure: Node) -> tuple[Node, dict[str, str]]:
     """Return a state tree whose optimizers number their parameters, in the order of their groups.
 
     The names become ``param_names`` of the groups, if these have none.
-    """
-
-    def numbered(saved: SavedOptimizer, node: Node) -> Node:
-        numbers = {str(each.key): number for number, each in enumerate(saved.parameters)}
-        is_named = all(each.has_name for each in saved.parameters)
-        return _rewritten(saved, node, numbers, {} if not is_named else {each.key: each.label for each in saved.parameters})
-
-    return _mapped(structure, (), numbered)
-
-
-def with_new_names(structure: Node, names: Mapping[Any, str]) -> tuple[Node, dict[str, str]]:
-    """Return a state tree whose optimizers have new names of parameters.
-
-    Args:
-        structure: The tree.
-        names: New name by name.
 
     Returns:
-        The tree, and new name by name of the tensors of the state.
+        The tree, and new name by name of the tensors of the states.
     """
     moved: dict[str, str] = {}
 
-    def renamed(saved: SavedOptimizer, node: Node) -> Node:
-        new = {str(each.key): names.get(each.key, each.key) for each in saved.parameters}
-        for key, child in saved.state.items():
-            old, end = ("/".join((*saved.path, "state", name_of_key(str(each)))) for each in (key, new.get(key, key)))
-            moved.update((name, end + name.removeprefix(old)) for name in trees.tensor_names(child))
-        return _rewritten(saved, node, new, {})
+    def numbered(saved: SavedOptimizer, node: Node) -> Node:
+        keys = {str(each.key): number for number, each in enumerate(saved.parameters)}
+        is_named = all(each.has_name for each in saved.parameters)
+        names = {each.key: each.label for each in saved.parameters} if is_named else {}
+        moved.update(_moved(saved, keys))
+        return _rewritten(saved, node, keys, names)
 
-    return (_mapped(structure, (), renamed), moved) if names else (structure, {})
+    return trees.relabel(_mapped(structure, (), numbered), moved), moved
+
+
+def with_new_names(structure: Node, names: Mapping[Any, str]) -> tuple[Node, dict[str, str]]:
+    """Return a state tree whose optimizers have new names of parameters, by the old ones. Returns: as `with_numbers`."""
+    moved: dict[str, str] = {}
+
+    def renamed(saved: SavedOptimizer, node: Node) -> Node:
+        keys = {str(each.key): names.get(each.key, each.key) for each in saved.parameters}
+        moved.update(_moved(saved, keys))
+        return _rewritten(saved, node, keys, {})
+
+    return trees.relabel(_mapped(structure, (), renamed), moved), moved
+
+
+def _moved(saved: SavedOptimizer, keys: Mapping[str, int | str]) -> Iterator[tuple[str, str]]:
+    """Yield the names of the tensors of a state, each with its name under the new key of its parameter."""
+    for key, node in saved.state.items():
+        old, new = ("/".join((*saved.path, "state", name_of_key(str(each)))) for each in (key, keys.get(key, key)))
+        if old != new:
+            yield from ((name, new + name.removeprefix(old)) for name in trees.tensor_names(node))
 
 
 def _mapped(node: Node, path: tuple[str, ...], change: Callable[[SavedOptimizer, Node], Node]) -> Node:

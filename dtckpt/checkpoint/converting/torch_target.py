@@ -10,7 +10,6 @@ from itertools import accumulate
 
 from dtckpt.checkpoint.converting.export import Export, ExportedTensor
 from dtckpt.checkpoint.converting.file_plan import FilePlan, Slot, Written
-from dtckpt.checkpoint.converting.optimizer_states import with_numbers
 from dtckpt.errors import ConfigError, RegionNotFoundError
 from dtckpt.format import tree as trees
 from dtckpt.format.dcp_metadata import METADATA_NAME
@@ -31,8 +30,7 @@ def is_own(name: str) -> bool:
 def plan_file(export: Export, name: str) -> list[FilePlan]:
     """Plan a file of ``torch.save`` that ``torch.load(weights_only=True)`` reads.
 
-    Tied tensors are one tensor in it. Arrays of numpy become tensors, since PyTorch reads no others. Optimizers number
-    their parameters, as ``load_state_dict`` asks for it.
+    Tied tensors are one tensor in it. Arrays of numpy become tensors, since PyTorch reads no others.
 
     Args:
         export: What is written.
@@ -48,7 +46,7 @@ def plan_file(export: Export, name: str) -> list[FilePlan]:
     def tensor(key: str) -> Elements:
         return elements[export.tied.get(key, key)]
 
-    value = build_object(with_numbers(export.structure), WEIGHTS_ONLY, tensor, tensor)
+    value = build_object(export.structure, WEIGHTS_ONLY, tensor, tensor)
     return [_file_plan(name, plan_zip(value), {each.name: each for each in export.tensors})]
 
 

@@ -72,8 +72,7 @@ def parameters_of_groups(groups: Any, names: Sequence[tuple[str, ...]] | None = 
         (key,) if isinstance(key, str) and key != given else () for (key, _), given in zip(keys, own, strict=True)
     ]
     return [
-        Parameter(key, in_tree, given, number)
-        for (key, number), in_tree, given in zip(keys, found, own, strict=True)
+        Parameter(key, in_tree, given, number) for (key, number), in_tree, given in zip(keys, found, own, strict=True)
     ]
 
 

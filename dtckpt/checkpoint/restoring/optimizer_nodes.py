@@ -31,6 +31,8 @@ _OF_SCHEDULERS = frozenset(
     {"base_momentum", "initial_lr", "initial_momentum", "max_lr", "max_momentum", "min_lr", "swa_lr"}
 )
 """Options of a group that schedulers add."""
+_OF_CLASSES = frozenset({"amsgrad", "momentum_decay", "weight_decay"})
+"""Options that are as old as the classes that have them: a checkpoint that lacks them has the state of another class."""
 _BY_GROUP = re.compile(r".*(_lrs|_lr|_momentums|lambdas)")
 """Names of lists in a scheduler's state that have an item for each group of its optimizer."""
 
@@ -166,10 +168,11 @@ class _Rewriter:
 def lacking_options(wanted: Collection[str], saved: Collection[str]) -> frozenset[str]:
     """Return the options of a group that a checkpoint lacks because PyTorch did not have them yet.
 
-    There are none if the checkpoint has options that the target lacks: it has the state of another class then.
+    There are none if the checkpoint has options that the target lacks, or lacks options that its class has always had:
+    it has the state of another class then.
     """
-    own = {*saved} - _MEMBERS - _OF_SCHEDULERS
-    return frozenset(wanted) - frozenset(saved) if own <= {*wanted} else frozenset()
+    lacking, own = frozenset(wanted) - frozenset(saved), {*saved} - _MEMBERS - _OF_SCHEDULERS
+    return lacking if own <= {*wanted} and not lacking & _OF_CLASSES else frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from dtckpt.errors import ShapeMismatchError, TreeError
 from dtckpt.format.names import name_of_key
 from dtckpt.format.tree import Node, items_of, name_of_tensor
 
-
 Saved = tuple[tuple[str, ...], Node]
 """The keys that lead to a part of a checkpoint, and the part."""
 
@@ -53,6 +52,13 @@ class OptimizerStates:
         self._groups: dict[int, Regrouping] = {}
         # By id of a scheduler: what was saved in its container, by key, each with its path.
         self._schedulers: dict[int, dict[str, Saved]] = {}
+        # What names in the target begin with, and what they begin with in the checkpoint.
+        self._clients: dict[str, str] = {}
+
+    def note_client(self, path: Sequence[str], number: int) -> None:
+        """Note that what is at a path, which differs by client, was saved by a client with a number."""
+        prefix = "".join(f"{name_of_key(key)}/" for key in path)
+        self._clients[prefix] = f"{prefix}{number}/"
 
     def pool(self, items: Any, node: Node, path: tuple[str, ...]) -> Node:
         """Note that optimizers in one container share what was saved in it; return a node with a place for each.
@@ -96,8 +102,7 @@ class OptimizerStates:
         state, parameters = self._target.state_of(optimizer), parameters_of(optimizer)
         if not is_numbered(state, len(parameters)):
             return None
-        names = self._target.parameter_names
-        wanted = parameters_of_groups(state["param_groups"], [names.of(each) for each in parameters])
+        wanted = parameters_of_groups(state["param_groups"], [*map(self._names_of, parameters)])
         saved = self._pools.get(id(optimizer)) or self._saved_at(node, path)
         if saved is None:
             return None
@@ -110,6 +115,12 @@ class OptimizerStates:
             match.groups, saved.own, tuple(len(each.groups) for each in saved.optimizers)
         )
         return rewrite_state(wanted, state["param_groups"], match, saved, path)
+
+    def _names_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        names = self._target.parameter_names.of(parameter)
+        for prefix, saved in self._clients.items():
+            names = tuple(saved + name.removeprefix(prefix) if name.startswith(prefix) else name for name in names)
+        return names
 
     def match_dict(self, items: Mapping[Any, Any], node: Node, path: tuple[str, ...]) -> TargetState | None:
         """Return the saved state for a dict as ``Optimizer.state_dict()`` returns it. Otherwise as `match_object`."""
@@ -136,8 +147,8 @@ class OptimizerStates:
         regrouping = self._groups.get(id(optimizer))
         if regrouping is None or regrouping.is_same or not isinstance(state, Mapping) or not regrouping.optimizers:
             return node, ()
-        pool = self._pools.get(id(optimizer))
-        keys = [each.path[-1] for each in pool.optimizers] if pool is not None else []
+        pool = self._pools.get(id(optimizer), SavedOptimizers((), None))
+        keys = [each.path[-1] for each in pool.optimizers]
         siblings = self._schedulers.get(id(target), {})
         parts = {regrouping.own: (path, node)} if regrouping.own in regrouping.optimizers else {}
         for number in regrouping.optimizers:
@@ -196,18 +207,16 @@ def _is_group(group: Any) -> bool:
     return isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
 
 
-def _validate_order(
-    match: Match, wanted: Sequence[Parameter], saved: SavedOptimizers, path: tuple[str, ...]
-) -> None:
-    """Check that an optimizer whose state is of all parameters in order has the parameters and the order of the save."""
+def _validate_order(match: Match, wanted: Sequence[Parameter], saved: SavedOptimizers, path: tuple[str, ...]) -> None:
+    """Check that an optimizer whose state is of all parameters in order has the saved parameters in their order."""
     sources = [None if place is None else saved.parameter(place).label for place in match.sources]
     numbers = {place[0] for place in match.sources if place is not None}
     old = [each.label for number in sorted(numbers) for each in saved.optimizers[number].parameters]
     if len(numbers) > 1 or (numbers and sources != old):
         at = next((at for at, pair in enumerate(zip(sources, old, strict=False)) if pair[0] != pair[1]), len(old))
-        got = repr(wanted[at].label) if at < len(wanted) else "none"
+        got, expected = (repr(some[at]) if at < len(some) else "none" for some in ([e.label for e in wanted], old))
         raise TreeError(
-            f"optimizer at {'/'.join(path)!r}: the state of LBFGS is of all parameters in their order, which is another "
-            f"one; got {got} as number {at} in the target, saved {repr(old[at]) if at < len(old) else 'none'}; make the "
-            "optimizer of the saved parameters in the saved order"
+            f"optimizer at {'/'.join(path)!r}: the state of LBFGS is of all parameters in their order, which is "
+            f"another one; got {got} as number {at} in the target, saved {expected}; make the optimizer of the saved "
+            "parameters in the saved order"
         )

@@ -338,6 +338,7 @@ class _Matcher:
         saved = dict(self._saved_items(node, "dict", path))
         source = target.source(saved, node["type"][1], self._client, "/".join(path))
         if source is not None:
+            self._optimizers.note_client(path, source)
             renewed = self.visit(target.value, saved[source], (*path, str(source)), scope)
             return lambda: target.assign(renewed())
         if not callable(target.on_resize):
