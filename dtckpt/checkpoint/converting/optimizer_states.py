@@ -36,7 +36,7 @@ def with_numbers(structure: Node) -> tuple[Node, dict[str, str]]:
 
 
 def with_new_names(structure: Node, names: Mapping[Any, str]) -> tuple[Node, dict[str, str]]:
-    """Return a state tree whose optimizers have new names of parameters, by the old ones. Returns: as `with_numbers`."""
+    """Return a state tree whose optimizers have new names, by the old ones. Returns: as `with_numbers`."""
     moved: dict[str, str] = {}
 
     def renamed(saved: SavedOptimizer, node: Node) -> Node:

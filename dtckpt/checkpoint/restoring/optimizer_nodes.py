@@ -32,7 +32,7 @@ _OF_SCHEDULERS = frozenset(
 )
 """Options of a group that schedulers add."""
 _OF_CLASSES = frozenset({"amsgrad", "momentum_decay", "weight_decay"})
-"""Options that are as old as the classes that have them: a checkpoint that lacks them has the state of another class."""
+"""Options as old as the classes that have them: a checkpoint that lacks them has the state of another class."""
 _BY_GROUP = re.compile(r".*(_lrs|_lr|_momentums|lambdas)")
 """Names of lists in a scheduler's state that have an item for each group of its optimizer."""
 
