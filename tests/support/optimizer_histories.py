@@ -441,7 +441,7 @@ class Run:
         for key in self.job.order:
             if key == "model" and self.job.tree != "nothing":
                 made["model"] = self.model if self.job.tree == "module" else self.model.state_dict()
-            elif key == "optimizer":
+            elif key == "optimizer" and self.optimizers:
                 made[key] = self._contained(self.optimizers)
             elif key == "scheduler" and self.schedulers:
                 made[key] = self._contained(self.schedulers)
@@ -683,6 +683,108 @@ def _restore(now: Run, target: Run, path: Path) -> list[str] | None:
         return [f"not refused; expected {refusals}"]
     wrong = _compare(oracle.expected(), target.snapshot())
     wrong += [f"{part} was found by {rule}" for part, rule in reports[-1].owners.items() if rule == "position"]
+    return wrong
+
+
+# --- pipelines, in client processes ---
+
+
+def draw_stages(seed: int) -> History:
+    """Return a random history of a pipeline, whose saves and restores have any number of stages."""
+    rng = random.Random(f"stages {seed}")
+    layers = tuple(rng.sample(LAYERS, rng.randint(4, 6)))
+    kind = rng.choice(["AdamW", "Adam", "SGD", "Adagrad"])
+    job = Job(layers, (), container=rng.choice(["one", "one", "list"]), kind=kind, flags=_flags(kind, rng))
+    job = replace(job, optimizers=_divided(job.parameters(), 1 if job.container == "one" else 2, kind, rng))
+    # A plain tensor of several stages is one tensor, so the model is always there.
+    numbers = [at for at, each in enumerate(OPERATIONS) if each not in (_change_tree, _change_keys)]
+    step = tuple((rng.choice(numbers), rng.randrange(1 << 20)) for _ in range(rng.randint(1, 3)))
+    return History(seed, _freeze(job, rng) if rng.random() < 0.3 else job, (step,))
+
+
+def stage_of(job: Job, number: int, stages: int) -> Job:
+    """Return the part of a job that one stage of a pipeline has."""
+    count = len(job.layers)
+    layers = job.layers[count * number // stages : count * (number + 1) // stages]
+    checkpointed = tuple(layer for layer in job.checkpointed if layer in layers)
+    return replace(job, layers=layers, checkpointed=checkpointed).settled()
+
+
+def save_stages(folder: str, seeds: Sequence[int]) -> list[str]:
+    """Train and save the first jobs of histories, each client its stage; return the errors."""
+    found = []
+    for seed in seeds:
+        first, _ = draw_stages(seed).jobs()
+        run = Run(stage_of(first, dtckpt.client_id(), dtckpt.num_clients()), salt=0)
+        run.train(range(3))
+        try:
+            dtckpt.save(f"{folder}/{seed}", run.tree(), options=SaveOptions(timeout_s=20))
+            found.append("")
+        except DtckptError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def restore_stages(folder: str, seeds: Sequence[int]) -> list[tuple[str, Snapshot, Snapshot]]:
+    """Restore what `save_stages` saved into the second jobs; return the error, and snapshots then and two steps later."""
+    found = []
+    for seed in seeds:
+        _, job = draw_stages(seed).jobs()
+        run, error = Run(stage_of(job, dtckpt.client_id(), dtckpt.num_clients()), salt=1), ""
+        if job.is_stepped:
+            run.train([100, 101])
+        options = RestoreOptions(allow_missing=job.is_lenient, allow_unexpected=job.is_lenient, timeout_s=20)
+        try:
+            dtckpt.restore(f"{folder}/{seed}", run.tree(), options=options, group=range(dtckpt.num_clients()))
+        except DtckptError as refusal:
+            error = f"{type(refusal).__name__}: {refusal}"
+        then = run.snapshot()
+        if not error:
+            run.train(range(3, 5))
+        found.append((error, then, run.snapshot()))
+    return found
+
+
+def wrong_in_stages(seed: int, answers: Sequence[tuple[str, Snapshot, Snapshot]]) -> list[str]:
+    """Return what is wrong in the answers of `restore_stages` of all clients for one history."""
+    first, job = draw_stages(seed).jobs()
+    whole = Run(first, salt=0)
+    whole.train(range(3))
+    old = whole.snapshot()
+    whole.job = replace(first, idle=job.idle)
+    whole.train(range(3, 5))
+    target = Run(job, salt=1)
+    if job.is_stepped:
+        target.train([100, 101])
+    oracle = Oracle(first, old, job, target.snapshot())
+    errors = {error for error, _, _ in answers}
+    if len(errors) > 1:
+        return [f"clients raise different errors: {sorted(errors)}"]
+    (error,) = errors
+    refusals = oracle.refusals()
+    if error:
+        is_right = any(kind in error and any(name in error for name in names) for kind, names in refusals)
+        return [] if is_right else [f"refused with {error}; expected {refusals or 'none'}"]
+    if refusals and not oracle.is_optional():
+        return [f"not refused; expected {refusals}"]
+    wrong = []
+    for client, (_, then, later) in enumerate(answers):
+        stage = stage_of(job, client, len(answers))
+        own = Run(stage, salt=1)
+        if job.is_stepped:
+            own.train([100, 101])
+        of_stage = Oracle(first, old, stage, own.snapshot())
+        expected = of_stage.expected()
+        wrong += differences(expected.weights, then.weights, f"weights of client {client}")
+        wrong += differences(expected.state, then.state, f"state of client {client}")
+        for name in sorted(of_stage.steady()):
+            wrong += differences(whole.parameters[name].detach(), later.weights[name], f"course of {name}")
+        for name in of_stage.found():
+            members = [each for each, group in then.of.items() if group == then.of[name] and each in old.of]
+            choices = [old.groups[old.of[each]][1] for each in members]
+            options = then.groups[then.of[name]][1]
+            if all(differences(each, options) for each in choices):
+                wrong.append(f"options of {name}: {options} are none of {choices}")
     return wrong
 
 
