@@ -402,7 +402,7 @@ class _Matcher:
             elif not scope.drops:
                 (self.defaulted if is_plain(child) else self.missing).append("/".join((*path, str(key))))
         # A dict of optimizer state that is still empty is filled with what was saved.
-        if scope.adds or (not items and isinstance(target, Mapping | SimpleNamespace)):
+        if scope.adds or (scope.fills and not items and isinstance(target, Mapping | SimpleNamespace)):
             taken = {*items, *saved_keys.values()}
             plans |= {
                 key: self._take(child, (*path, str(key)), scope.below(key))

@@ -30,7 +30,7 @@ def test_histories(tmp_path, share):
 
 @pytest.mark.parametrize(("stages", "others"), [(2, 1), (1, 2), (2, 4), (4, 2), (4, 3)])
 def test_pipelines(pool, tmp_path, stages, others):
-    seeds = shares.share(range(20), 4, f"pipelines {stages} {others}") if SEED is None else [int(SEED)]
+    seeds = shares.share(range(100), 4, f"pipelines {stages} {others}") if SEED is None else [int(SEED)]
     saved = pool.values(optimizer_histories.save_stages, f"{tmp_path}", seeds, clients=stages, group=True)
     assert saved == [[""] * len(seeds)] * stages
     found = pool.values(optimizer_histories.restore_stages, f"{tmp_path}", seeds, clients=others, group=True)
