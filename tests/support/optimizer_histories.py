@@ -726,7 +726,7 @@ def save_stages(folder: str, seeds: Sequence[int]) -> list[str]:
 
 
 def restore_stages(folder: str, seeds: Sequence[int]) -> list[tuple[str, Snapshot, Snapshot]]:
-    """Restore what `save_stages` saved into the second jobs; return the error, and snapshots then and two steps later."""
+    """Restore what `save_stages` saved into the second jobs; return errors, snapshots, and later ones."""
     found = []
     for seed in seeds:
         _, job = draw_stages(seed).jobs()

@@ -46,7 +46,8 @@ class TargetState:
 
     Args:
         node: The state.
-        used: Paths of plain values of the checkpoint that the target takes, or that its order of parameters replaces.
+        used: Names of tensors, and paths of plain values, of the checkpoint that the target takes, or that its order of
+            parameters replaces.
         renamed: Name in the target by the name in the checkpoint, of the tensors where they differ.
         missing: Paths of the parameters that the checkpoint lacks.
         owners: Rule by path of a part of the state.
@@ -158,11 +159,12 @@ class _Rewriter:
     def _use(
         self, saved: SavedOptimizer, at: tuple[str, ...], items: Mapping[Any, Node], keys: Collection[Any]
     ) -> None:
-        """Note that the target takes the plain values of some items."""
+        """Note that the target takes some items."""
         for key in items.keys() & keys:
             path = (*saved.path, *at, str(key))
             below = (below for below, _ in trees.value_nodes(items[key]))
             self.made.used.update("/".join((*path, end) if end else path) for end in below)
+            self.made.used.update(trees.tensor_names(items[key]))
 
 
 def lacking_options(wanted: Collection[str], saved: Collection[str]) -> frozenset[str]:

@@ -57,6 +57,22 @@ def test_members_that_moved_between_groups_of_one_size(tmp_path):
     assert [group["lr"] for group in target.param_groups] == [0.1, 0.2]
 
 
+def test_groups_that_become_one(tmp_path):
+    model = net("ab")
+    groups = [
+        {"params": layer.parameters(), "lr": torch.tensor(rate)}
+        for layer, rate in zip(model.values(), (1.0, 2.0), strict=True)
+    ]
+    optimizer = stepped(AdamW(groups), model)
+    dtckpt.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
+    other = net("ba")
+    target = AdamW(other.parameters(), lr=torch.tensor(7.0))
+    # The rate of the other group is not unexpected, be it a number or a tensor.
+    dtckpt.restore(tmp_path / "s", {"model": other, "optimizer": target})
+    assert target.param_groups[0]["lr"] == 2.0
+    assert state_by_name(target, other) == state_by_name(optimizer, model)
+
+
 @pytest.mark.parametrize("key", ["optimizer", "other"])
 def test_names_that_the_optimizer_got(tmp_path, key):
     model = net("abc")
