@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from dtckpt import dtensor, errors, interop
     from dtckpt.checkpoint.converting.convert import convert
     from dtckpt.checkpoint.converting.report import ConvertReport
+    from dtckpt.checkpoint.converting.shared_export import ExportOptions
     from dtckpt.checkpoint.managing.interval import AutoInterval, optimal_interval
     from dtckpt.checkpoint.managing.manager import CheckpointManager
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.saving.report import SaveReport
     from dtckpt.checkpoint.saving.save import save
     from dtckpt.checkpoint.saving.save_async import SaveHandle, save_async
+    from dtckpt.checkpoint.shards import Shards
     from dtckpt.checkpoint.simulating.machine import Machine
     from dtckpt.checkpoint.simulating.report import Simulation
     from dtckpt.checkpoint.simulating.simulate import simulate
@@ -81,6 +83,7 @@ _MODULES = {
     "checkpoint.saving.save_async": ("SaveHandle", "save_async"),
     "checkpoint.converting.convert": ("convert",),
     "checkpoint.converting.report": ("ConvertReport",),
+    "checkpoint.converting.shared_export": ("ExportOptions",),
     "checkpoint.managing.interval": ("AutoInterval", "optimal_interval"),
     "checkpoint.managing.manager": ("CheckpointManager",),
     "checkpoint.tensorflow.named_tensors": ("name_based_restore", "name_based_save", "sharded_save"),
@@ -139,6 +142,7 @@ _MODULES = {
     "layout.region": ("Region",),
     "comm.rendezvous": ("init_process_group",),
     "checkpoint.resharding.reshard": ("reshard",),
+    "checkpoint.shards": ("Shards",),
     "checkpoint.simulating.machine": ("Machine",),
     "checkpoint.simulating.report": ("Simulation",),
     "checkpoint.simulating.simulate": ("simulate",),
@@ -160,6 +164,7 @@ __all__ = [
     "DTensorCheckpoint",
     "DVariable",
     "EnumMember",
+    "ExportOptions",
     "Layout",
     "LocalRestore",
     "LocalTier",
@@ -179,6 +184,7 @@ __all__ = [
     "SaveOptions",
     "SaveReport",
     "Shard",
+    "Shards",
     "Simulation",
     "TensorInfo",
     "TensorParts",

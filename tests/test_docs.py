@@ -24,6 +24,7 @@ PAGES = {
     "docs/concepts.md": ("concepts", 4),
     "docs/convert.md": ("convert", 2),
     "docs/dcp.md": ("dcp", 1),
+    "docs/expert_parallel.md": ("expert_parallel", 4),
     "docs/format.md": ("formats", 1),
     "docs/object_stores.md": ("object_stores", 1),
     "docs/protocol.md": ("protocol", 2),
@@ -64,7 +65,10 @@ def test_the_first_program_goes_on_with_another_number_of_processes(pool, tmp_pa
 def commands():
     """Yield the page and the words of every command of dtckpt on a page."""
     for path in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
-        for block in re.findall(r"^```\n(.*?)^```$", path.read_text(), re.M | re.S):
+        # With their kinds: else the end of a Python block would count as the begin of one.
+        for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", path.read_text(), re.M | re.S):
+            if kind:
+                continue
             for line in re.findall(r"^\$? ?dtckpt ([a-z].*)$", block, re.M):
                 yield path.name, tuple(shlex.split(line.rstrip("\\"), comments=True))
 

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
+from dtckpt.checkpoint.shards import Shards
 from dtckpt.comm.torch_private import AsyncCollectiveTensor, detect_fake_mode, is_fake
 from dtckpt.dtensor import DTensor, DVariable, torch_interop
 from dtckpt.errors import DTypeError, LayoutError
@@ -103,6 +104,8 @@ def _facts(
 
 def is_tensor(value: object) -> bool:
     """Whether a value of a state tree is stored as an array; a tensor that is made of others is a container of them."""
+    if isinstance(value, Shards):
+        return True
     return isinstance(value, torch.Tensor) and (_is_plain_class(type(value)) or not _is_container(value))
 
 
@@ -119,18 +122,20 @@ def is_stateful(value: object) -> bool:
 
 def mesh_of(value: Any) -> Mesh | None:
     """Return the mesh that a tensor is on; None for a plain tensor."""
+    if isinstance(value, Shards):
+        return value.whole("").device_mesh
     if torch_interop.is_torch_dtensor(value):
         return torch_device_mesh.mesh_of(value.device_mesh)
     return value.device_mesh if isinstance(value, DTensor) else None
 
 
 def as_leaf(
-    value: torch.Tensor | np.ndarray[Any, Any], name: str, kept: torch_interop.KeptLayouts | None = None
+    value: torch.Tensor | np.ndarray[Any, Any] | Shards, name: str, kept: torch_interop.KeptLayouts | None = None
 ) -> Leaf:
-    """Describe a DTensor (ours or PyTorch's), a plain tensor, or an array of numpy.
+    """Describe a DTensor (ours or PyTorch's), a plain tensor, an array of numpy, or `Shards`.
 
     Args:
-        value: The tensor or array.
+        value: The tensor, array or shards.
         name: Its name, for errors.
         kept: Layouts of PyTorch's DTensors in the same tree; see `torch_interop.layout_and_local`.
 
@@ -138,9 +143,12 @@ def as_leaf(
         DTypeError: The dtype cannot be stored, or the tensor's elements are not dense memory: it is sparse, quantized,
             nested, fake, on the meta device, or of a subclass that computes its elements.
         LayoutError: The layout has MATCH specs or pending reductions, or a PyTorch DTensor is made of ours.
+        ComponentError: The part that `Shards` hold does not have the size that it should have.
     """
     if isinstance(value, np.ndarray):
         value = _tensor_of_array(value, name)
+    elif isinstance(value, Shards):
+        value = value.whole(name)
     if torch_interop.is_torch_dtensor(value):
         try:
             layout, local = torch_interop.layout_and_local(value, kept)

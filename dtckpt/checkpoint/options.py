@@ -37,9 +37,17 @@ class SaveOptions:
         keys: Whether clients may pass different names: ``union`` saves what any client passes, ``same`` refuses a name
             that not all clients pass (below a `dtckpt.PerClient` each client has its own).
         overwrite: Replace a checkpoint at the path; the old one stays until the new one is durable.
-        check_replicas: Compare all copies of a value, on one client and across clients, before the commit.
+        check_replicas: Compare all copies of a value, on one client and across clients, before the commit; copies that
+            differ are refused. Buffers of modules under DDP or FSDP2, and the running statistics of BatchNorm and
+            InstanceNorm in any module, may differ: the lowest client's is saved, and one line of the log names them.
+            By glob on names, as ``{"*/running_*": False, "*/mask": True}``, another rule: False saves the lowest
+            client's copy and compares nothing, True refuses copies that differ. The first match wins. ``False`` alone
+            compares nothing at all.
         content_digest: Store a digest of every tensor's elements, independent of its layout; see
             `TensorInfo.content_digest`.
+        staging_nbytes: Bound on the bytes of copies that wait to be written by `dtckpt.save_async`, beside three
+            chunks; default: all that this client writes is copied first. With a bound the call returns when the last
+            bytes are copied, so it lasts about as long as the write; sync and commit follow in the background.
         fsync: Whether a finished save survives a power loss.
         progress: Show client 0's progress on standard error, if that is a terminal.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
@@ -53,8 +61,9 @@ class SaveOptions:
     chunk_nbytes: int = 16 << 20
     keys: str = "union"
     overwrite: bool = False
-    check_replicas: bool = True
+    check_replicas: bool | Mapping[str, bool] | tuple[tuple[str, bool], ...] = True
     content_digest: bool = True
+    staging_nbytes: int | None = None
     fsync: bool = True
     progress: bool = False
     timeout_s: float = 600.0
@@ -63,14 +72,22 @@ class SaveOptions:
         _validate_choice("kvstore", self.kvstore, KVSTORES)
         _validate_positive("chunk_nbytes", self.chunk_nbytes, Integral)
         _validate_choice("keys", self.keys, KEYS)
-        _validate_flags(self, "save_as_bf16", "overwrite", "check_replicas", "content_digest", "fsync", "progress")
+        _validate_flags(self, "save_as_bf16", "overwrite", "content_digest", "fsync", "progress")
         _validate_positive("timeout_s", self.timeout_s)
+        if self.staging_nbytes is not None:
+            _validate_positive("staging_nbytes", self.staging_nbytes, Integral)
         if self.codec is not None:
             _validate_choice("codec", self.codec, CODECS)
         if self.raw_bits is not None:
             _validate_flags(self, "raw_bits")
         # As pairs: they are hashable, and keep the order, on which clients must agree.
         object.__setattr__(self, "stored_dtypes", _stored_dtypes(self.stored_dtypes))
+        object.__setattr__(self, "check_replicas", _check_replicas(self.check_replicas))
+
+    @property
+    def replica_rules(self) -> tuple[tuple[str, bool], ...]:
+        """The patterns of ``check_replicas``, each with whether the copies must be equal."""
+        return self.check_replicas if isinstance(self.check_replicas, tuple) else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +147,24 @@ def _stored_dtypes(rules: object) -> tuple[tuple[str, str], ...]:
                 f"{', '.join(STORED_AS['float32'])}, in which float32 tensors are stored"
             )
     return pairs
+
+
+def _check_replicas(rules: object) -> bool | tuple[tuple[str, bool], ...]:
+    if isinstance(rules, bool):
+        return rules
+    pairs = tuple(rules.items()) if isinstance(rules, Mapping) else rules
+    if not isinstance(pairs, tuple) or not all(map(_is_replica_rule, pairs)):
+        raise ConfigError(
+            f"option check_replicas must be True, False, or a dict of globs over names and True or False; got {rules!r}"
+        )
+    return pairs or True
+
+
+def _is_replica_rule(pair: object) -> bool:
+    match pair:
+        case (str(pattern), bool()):
+            return bool(pattern)
+    return False
 
 
 def _validate_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dtckpt.checkpoint.low_bit_state import open_state
+from dtckpt.checkpoint.shards import Shards
 from dtckpt.comm.torch_private import storage_id
 from dtckpt.dtensor import DTensor, torch_interop
 from dtckpt.format.names import name_of_key
@@ -38,18 +40,19 @@ class ParameterNames:
 
     def add_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Add tensors by name: a parameter in the same memory has the same name."""
-        for name, tensor in tensors.items():
-            if isinstance(tensor, torch.Tensor) and (memory := _memory_of(tensor)):
+        for name, value in tensors.items():
+            tensor = value.tensor if isinstance(value, Shards) else value
+            if isinstance(tensor, torch.Tensor) and (memory := memory_of(tensor)):
                 self._by_memory[memory].append(name)
 
     def of(self, parameter: torch.Tensor) -> tuple[str, ...]:
         """Return the names of a parameter, those of stored tensors first; none if it is not in the tree."""
-        stored = self._by_memory.get(_memory_of(parameter), ())
+        stored = self._by_memory.get(memory_of(parameter), ())
         # What a module stores in a way of its own, or not at all, has the name within the module.
         return tuple(dict.fromkeys((*stored, *self._by_id.get(id(parameter), ()))))
 
 
-def _memory_of(tensor: torch.Tensor) -> Hashable:
+def memory_of(tensor: torch.Tensor) -> Hashable:
     """Return what tells the memory of a tensor, and the way in which it lies there; an empty tuple if it has none."""
     if torch_interop.is_torch_dtensor(tensor):
         parts: tuple[torch.Tensor, ...] = (tensor._local_tensor,)  # type: ignore[attr-defined]
@@ -68,7 +71,7 @@ def named_state(optimizer: Optimizer, names: ParameterNames) -> Any:
     A parameter that is in no module or container of the tree has the name that the optimizer got with it, else its
     number. The state of an optimizer whose class has keys of its own is returned as it is.
     """
-    state = optimizer.state_dict()
+    state, _ = open_state(optimizer.state_dict())
     if not is_numbered(state, len(parameters_of(optimizer))):
         return state
     keys = _keys_of_parameters(optimizer, names)
@@ -100,6 +103,16 @@ def _own_names(group: Mapping[str, Any]) -> Iterator[str | None]:
         yield from (name if isinstance(name, str) else None for name in names)
     else:
         yield from (None for _ in group["params"])
+
+
+def name_parameters(optimizer: Optimizer, module: nn.Module) -> None:
+    """Give an optimizer the names that its parameters have in a module, as if it had been made with them."""
+    names = ParameterNames()
+    names.add_module(module, "")
+    for group in optimizer.param_groups:
+        found = [names.of(parameter)[:1] for parameter in group["params"]]
+        if all(found):
+            group["param_names"] = [name for (name,) in found]
 
 
 def is_numbered(state: Any, count: int) -> bool:

@@ -428,6 +428,8 @@ Examples:
 @click.argument("root", type=LOCATION)
 @click.option("--keep", type=click.IntRange(min=1), metavar="N", help="Keep the N newest steps.")
 @click.option("--keep-every", type=click.IntRange(min=1), metavar="N", help="Keep steps that are multiples of N.")
+@click.option("--keep-newer-s", type=click.FloatRange(min=1), metavar="S", help="Keep steps younger than S s.")
+@click.option("--keep-every-s", type=click.FloatRange(min=1), metavar="S", help="Keep the first step of each S s.")
 @click.option("--keep-best", type=click.IntRange(min=1), metavar="N", help="Keep the N steps with the best metric.")
 @click.option("--metric", metavar="NAME", default="loss", show_default=True, help="Which metric.")
 @click.option(

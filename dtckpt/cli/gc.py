@@ -28,6 +28,8 @@ class GcRequest:
     root: str
     keep: int | None
     keep_every: int | None
+    keep_newer_s: float | None
+    keep_every_s: float | None
     keep_best: int | None
     metric: str
     mode: str
@@ -50,6 +52,8 @@ def run_gc(request: GcRequest) -> None:
     keep = Retention(
         last=request.keep,
         every_steps=request.keep_every,
+        newer_than_s=request.keep_newer_s,
+        every_s=request.keep_every_s,
         best=request.keep_best,
         metric=request.metric,
         mode=request.mode,

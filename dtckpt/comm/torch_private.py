@@ -119,6 +119,8 @@ foreach_norm: Any = torch._foreach_norm
 masked_ops: Any = torch.masked._ops
 gradient_clipping: Any = torch.nn.utils.clip_grad
 """Its functions ``_get_total_norm`` and ``_clip_grads_with_norm_`` are public under names without underscore."""
+loader_signals: Any = torch.utils.data._utils.signal_handling
+"""Its function ``_set_worker_signal_handlers`` is called by each worker of a ``DataLoader`` at its start."""
 lbfgs: Any = torch.optim.LBFGS
 """Its methods ``_gather_flat_grad`` and ``_add_grad`` make one vector of all gradients, and add one to parameters."""
 to_dlpack: Any = _bindings._to_dlpack

@@ -158,9 +158,10 @@ class DTensor(torch.Tensor):
         """The gradient, in the layout of the tensor; that of a Partial tensor is replicated.
 
         A backward pass may leave a gradient with pending reductions, or in another layout. It is redistributed when it
-        is first read, and stored so.
+        is first read, and stored so. One that is assigned in another layout shares its values with what is stored.
 
-        Collective: Over the mesh's clients, when it is read for the first time after a backward pass.
+        Collective: Over the mesh's clients, when it is read for the first time after a backward pass, and when one in
+        another layout is assigned.
         """
         stored: torch.Tensor | None = _GRAD.__get__(self)
         if stored is None:
@@ -186,6 +187,9 @@ class DTensor(torch.Tensor):
                     f"gradient: got {described(gradient.layout)}, expected one on the mesh of the tensor, "
                     f"{described(self.layout)}"
                 )
+            layout = gradient_layout(self._layout)
+            if gradient._layout != layout and gradient.shape == self.shape:
+                gradient = view_tracking.in_layout(gradient, layout)
         _GRAD.__set__(self, gradient)
 
     @grad.deleter

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TreeError
+from dtckpt.errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointVersionError, TreeError
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.pickle_syntax import Call, Global, Pairs, parse_pickle
 from dtckpt.format.stored_pieces import is_file_name
@@ -24,6 +24,13 @@ from dtckpt.layout.region import Region
 
 METADATA_NAME = ".metadata"
 """The file; processes that save without collectives write one each, named ``__<rank>.metadata``."""
+
+OWN_MARKER = (
+    b"\x80\x02ca checkpoint of dtckpt; pass storage_reader=DtckptStorageReader(), from the package dtckpt\nload\n."
+)
+"""The content of this file in a checkpoint of ours: a pickle of a name in a module that there cannot be.
+
+PyTorch's own reader shows the module's name in its error. No code runs, and dtckpt need not be installed."""
 
 _PACKAGE = "torch.distributed.checkpoint"
 _METADATA = f"{_PACKAGE}.metadata.Metadata"
@@ -99,8 +106,14 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
 
     Raises:
         CheckpointCorruptError: It is malformed, or contradicts itself.
+        CheckpointIncompleteError: It marks a checkpoint of this library, whose manifest is not beside it.
         CheckpointVersionError: It is of a class that this version does not know.
     """
+    if data == OWN_MARKER:
+        raise CheckpointIncompleteError(
+            f"{where} marks a checkpoint of dtckpt, and its manifest is not there; pass the directory or URL that the "
+            "checkpoint was saved to, or a copy of all files in it"
+        )
     value = parse_pickle(data, where)
     try:
         return _metadata(value, where)

@@ -17,7 +17,7 @@ MAX_NAME_BYTES = 1024
 MAX_SEGMENT_BYTES = 255
 """Longest encoded segment: the limit of one file name on every common file system."""
 
-_OWN = r"dtckpt\.manifest|manifest\.ocdbt|d|client_\d+|zarr\.json|edges"
+_OWN = r"dtckpt\.manifest|manifest\.ocdbt|d|client_\d+|zarr\.json|edges|\.metadata"
 """Segments that the format uses itself, as it does all those that begin with two underscores."""
 _RESERVED = re.compile(f"{_OWN}|__.*", re.DOTALL)
 _SAFE = "!$'()+,;=@[]{}^&~ #"

@@ -4,6 +4,7 @@
 * `DtckptStorageWriter` and `DtckptStorageReader` are for `torch.distributed.checkpoint`.
 * `CheckpointStore` is a store of zarr-python, which also gets data types.
 * `DtckptCheckpointIO` and `DtckptModelParallelStrategy` are for Lightning.
+* `resize_loader` deals the positions of torchdata's ``StatefulDataLoader`` out to another number of clients.
 * `DtckptTrainer` is a ``Trainer`` of Hugging Face; `accelerator_state` is the state of an ``Accelerator``.
 
 Every public name is imported when it is first used.
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from dtckpt.interop.dcp.storage_writer import DtckptStorageWriter
     from dtckpt.interop.lightning import DtckptCheckpointIO
     from dtckpt.interop.lightning_strategy import DtckptModelParallelStrategy
+    from dtckpt.interop.stateful_loader import resize_loader
     from dtckpt.interop.transformers import DtckptTrainer
     from dtckpt.interop.zarr_store import CheckpointStore
 
@@ -31,6 +33,7 @@ _MODULES = {
     "interop.dcp.storage_writer": ("DtckptStorageWriter",),
     "interop.lightning": ("DtckptCheckpointIO",),
     "interop.lightning_strategy": ("DtckptModelParallelStrategy",),
+    "interop.stateful_loader": ("resize_loader",),
     "interop.transformers": ("DtckptTrainer",),
     "interop.zarr_store": ("CheckpointStore",),
 }
@@ -45,6 +48,7 @@ __all__ = [
     "DtckptTrainer",
     "accelerator_state",
     "from_torch",
+    "resize_loader",
     "to_torch",
 ]
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
+from dtckpt.checkpoint.parameter_names import ParameterNames, named_state
 from dtckpt.checkpoint.per_client import PerClient
 from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.checkpoint.restoring.report import RestoreReport
@@ -56,8 +57,10 @@ class DtckptModelParallelStrategy(_strategies.ModelParallelStrategy):  # type: i
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the state of an optimizer, as DTensors."""
-        state: dict[str, Any] = getattr(optimizer, "_optimizer", optimizer).state_dict()
+        """Return the state of an optimizer, as DTensors, by the names of its parameters."""
+        names = ParameterNames()
+        names.add_module(self.model, "state_dict")
+        state: dict[str, Any] = named_state(getattr(optimizer, "_optimizer", optimizer), names)
         return state
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:

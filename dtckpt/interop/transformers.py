@@ -15,6 +15,7 @@ from typing import Any
 from transformers import Trainer, TrainerState
 
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
+from dtckpt.checkpoint.parameter_names import name_parameters
 from dtckpt.checkpoint.per_client import PerClient
 from dtckpt.checkpoint.restoring.restore import restore
 from dtckpt.checkpoint.rng_state import RngState
@@ -84,6 +85,8 @@ class DtckptTrainer(Trainer):  # type: ignore[misc]
             super()._load_rng_state(checkpoint)
 
     def _state(self) -> dict[str, Any]:
+        # The weights are in files of their own, so the tree does not tell the names.
+        name_parameters(self.optimizer, self.model)
         state = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
         return state | ({"model": self.model} if self._is_fsdp2() else {})
 

@@ -142,7 +142,8 @@ def _cached_plan(change: LayoutChange) -> RedistributionPlan:
 def _compile(change: LayoutChange, client: int, memory: str) -> RedistributionPlan:
     del client, memory
     source, target, shape, dtype = change.source, change.target, change.shape, change.dtype
-    path = plan_path(source, target, shape, is_native=change.device_type != "cpu")
+    is_rounded = not (dtype.is_floating_point or dtype.is_complex)
+    path = plan_path(source, target, shape, is_native=change.device_type != "cpu", is_rounded=is_rounded)
     exchanges: list[Exchange] = []
     for before, after in itertools.pairwise((source, *path)):
         step = LayoutChange(before, after, shape, dtype)

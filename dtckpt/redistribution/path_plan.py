@@ -2,7 +2,7 @@
 
 Any two layouts are one exchange apart. Layouts are put in between
 
-- where reductions of different kinds are pending: they do not commute, the last axis goes first;
+- where reductions of different kinds are pending: they do not commute, those along the last axes go first;
 - where terms are reduced for several receivers: each piece is reduced once, then sent on, so no term travels twice:
 
       terms on 2 devices     scatter: each piece is reduced once     gather
@@ -20,6 +20,7 @@ shape alone, so every client finds the same one.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
@@ -38,7 +39,9 @@ Path = tuple[Layout, ...]
 """Layouts that a tensor goes through, without the first."""
 
 
-def plan_path(source: Layout, target: Layout, shape: tuple[int, ...], *, is_native: bool = False) -> Path:
+def plan_path(
+    source: Layout, target: Layout, shape: tuple[int, ...], *, is_native: bool = False, is_rounded: bool = False
+) -> Path:
     """Return the layouts that a tensor goes through after ``source``, up to the target's sharding.
 
     Reductions that are pending in the target only are not part of the path: terms are made of the result.
@@ -48,23 +51,34 @@ def plan_path(source: Layout, target: Layout, shape: tuple[int, ...], *, is_nati
         target: The layout after.
         shape: Global shape.
         is_native: Whether one call of the communication library reduces a tensor for all clients.
+        is_rounded: Whether averages are rounded, as those of integers.
     """
     new = [axis for axis in target.partial if axis not in kept_axes(source, target)]
     is_mixed = len({reduction_kind(op) for op in target.partial.values()}) > 1
     # Terms of different kinds are made of the whole value, all axes together.
     end = without(target, list(target.partial) if new and is_mixed else new)
+    if is_rounded and _splits_average(source, end):
+        end = without(target, target.partial)
     path: list[Layout] = []
     layout = source
-    axes = reduced_axes(layout, end)
-    while len({reduction_kind(layout.partial[axis]) for axis in axes}) > 1:
-        layout = without(layout, axes[-1:])
+    # Averages and sums that stand together are one reduction, so that an average is rounded once.
+    kinds = itertools.groupby(reduced_axes(source, end), lambda axis: reduction_kind(source.partial[axis]))
+    runs = [tuple(run) for _, run in kinds]
+    for run in reversed(runs[1:]):
+        layout = without(layout, run)
         path.append(layout)
-        axes = reduced_axes(layout, end)
+    axes = runs[0] if runs else ()
     if is_native and axes and end == without(layout, axes):
         return (*path, end)
     candidates = _reducing_paths(layout, end, axes) if axes else _moving_paths(layout, end)
     # Of equal candidates `min` takes the first, the direct one. Candidates stand in one order on every client.
     return (*path, *min(candidates, key=lambda candidate: _cost(layout, candidate, shape)))
+
+
+def _splits_average(source: Layout, target: Layout) -> bool:
+    """Whether an average would be divided before a sum, or another average, is complete: it would be rounded twice."""
+    averages = any(source.partial[axis] == "avg" for axis in reduced_axes(source, target))
+    return averages and any(reduction_kind(source.partial[axis]) == "sum" for axis in kept_axes(source, target))
 
 
 def without(layout: Layout, axes: Iterable[str]) -> Layout:

@@ -20,8 +20,10 @@ The rest of the package saves and reads through these two interfaces, and does n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 from dtckpt.errors import ConfigError
@@ -57,8 +59,16 @@ class CommitAttempt(Protocol):
         """
         ...
 
-    def commit(self, *, overwrite: bool, is_durable: bool = True) -> None:
+    def commit(
+        self, *, overwrite: bool, is_durable: bool = True, markers: Mapping[str, bytes] = MappingProxyType({})
+    ) -> None:
         """Make the content of `folder` the checkpoint, in one step. Called by the leader, once the manifest is written.
+
+        Args:
+            overwrite: Whether to replace a checkpoint.
+            is_durable: Whether to fsync.
+            markers: Files, by name, by which other programs find a checkpoint. They appear at the target right after
+                the commit, so what they find is committed.
 
         Raises:
             CheckpointExistsError: There is a checkpoint, or something else, at the target meanwhile.

@@ -30,11 +30,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from types import MappingProxyType
 
 from dtckpt.comm.background_threads import begin
 from dtckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from dtckpt.format.dcp_metadata import METADATA_NAME
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.failures import taken_over_error, translate_errors
 from dtckpt.storage.folder import ObjectFolder
@@ -44,6 +46,8 @@ logger = logging.getLogger("dtckpt.storage")
 
 REGISTER_FOLDER = ".dtckpt"
 """The folder of the registers, beside the checkpoints; a register has its checkpoint's name."""
+MARKER_NAMES = (METADATA_NAME,)
+"""Files at a target itself by which other programs find a checkpoint there."""
 COMMITTED, GIVEN_UP = b"committed", b"given up"
 RENEW_S = 60.0
 """Seconds between two renewals of a leader's claim."""
@@ -265,6 +269,7 @@ class ObjectStoreTarget:
     def remove(self) -> None:
         """As `CommitTarget.remove`."""
         with translate_errors("remove the checkpoint", self.where):
+            self._register.data.remove(MARKER_NAMES)  # first: what they find is committed
             for attempt in self._register.attempts():
                 if self._register.decision(attempt) == COMMITTED:
                     self._register.remove(attempt)
@@ -307,7 +312,13 @@ class ObjectStoreAttempt:
                     "use one object store"
                 )
 
-    def commit(self, *, overwrite: bool, is_durable: bool = True) -> None:  # noqa: ARG002  (writes are durable)
+    def commit(
+        self,
+        *,
+        overwrite: bool,
+        is_durable: bool = True,  # noqa: ARG002  (writes are durable)
+        markers: Mapping[str, bytes] = MappingProxyType({}),
+    ) -> None:
         """As `CommitAttempt.commit`."""
         register = self._register
         with translate_errors("commit the checkpoint", register.where):
@@ -319,6 +330,11 @@ class ObjectStoreAttempt:
             # A forgotten attempt has lost the decision that would refuse it, but its claim is gone, too.
             if not register.is_claimed(self.token) or not register.decide(self.token, COMMITTED):
                 raise taken_over_error(register.where)
+        try:
+            for name, data in markers.items():
+                register.data.write(name, data)
+        except Exception as error:  # this attempt is committed, whether it can be marked or not
+            logger.warning("cannot mark the checkpoint at %s by %s: %s", register.where, ", ".join(markers), error)
         try:
             register.collect(before=self.token, is_replaced=True)
         except Exception as error:  # this attempt is committed, whether the old ones can be removed or not

@@ -24,10 +24,11 @@ import re
 import secrets
 import shutil
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from dtckpt.errors import (
     CheckpointExistsError,
@@ -256,6 +257,17 @@ def _replace(directory: WorkingDirectory) -> Path:
     return directory.path
 
 
+def _write_markers(target: Path, markers: Mapping[str, bytes], *, is_durable: bool) -> None:
+    """Write the markers of a checkpoint that is committed, whether they can be written or not."""
+    try:
+        for name, data in markers.items():
+            (target / name).write_bytes(data)
+        if is_durable and markers:
+            sync_all([*(target / name for name in markers), target])
+    except OSError as error:
+        logger.warning("cannot mark the checkpoint at %s by %s: %s", target, ", ".join(markers), error)
+
+
 def is_own(directory: WorkingDirectory) -> bool:
     """Whether the directory is still the one that the attempt began with."""
     return inode_of(directory.path) == directory.inode
@@ -411,9 +423,13 @@ class DirectoryAttempt:
                 "one shared file system"
             )
 
-    def commit(self, *, overwrite: bool, is_durable: bool = True) -> None:
+    def commit(
+        self, *, overwrite: bool, is_durable: bool = True, markers: Mapping[str, bytes] = MappingProxyType({})
+    ) -> None:
         """As `CommitAttempt.commit`."""
         commit(self._directory, overwrite=overwrite, is_durable=is_durable)
+        # Not before: programs that look for them look into directories under construction, too.
+        _write_markers(self._directory.target, markers, is_durable=is_durable)
 
     def is_taken_over(self) -> bool:
         """As `CommitAttempt.is_taken_over`."""

@@ -148,6 +148,14 @@ def test_gc_keeps_the_best_and_multiples(run, root):
     run("gc", root, "--keep-best", "1", "--metric", "los").fails(2, "'los'", "loss", "--metric")
 
 
+def test_gc_keeps_by_age(run, root):
+    before = _steps(root)
+    run("gc", root, "--keep-newer-s", "3600", "--yes")
+    assert _steps(root) == before
+    run("gc", root, "--keep-every-s", "9e8", "--yes")  # of the present period, the first; and the newest valid one
+    assert _steps(root) == [0, 25, 30]
+
+
 def test_gc_keeps_the_newest_valid_step_and_what_is_damaged(run, root):
     _damage(root, 25)
     run("gc", root, "--keep", "1", "--yes")

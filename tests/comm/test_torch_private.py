@@ -61,6 +61,7 @@ NAMES = {
     "torch.masked._ops",
     "torch.optim.optimizer._foreach_supported_types",
     "torch.testing._comparison",
+    "torch.utils.data._utils",
     "torch.utils._foreach_utils._foreach_supported_types",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch.utils._pytree.TreeSpec",

@@ -36,6 +36,9 @@ def test_the_files_of_a_checkpoint(framework_pool, whole):
     assert {*names(folder / "checkpoint-4")} == ours | {"training_args.bin"}
     tree = dtckpt.restore(folder / "checkpoint-4" / "dtckpt")
     assert (sorted(tree), sorted(tree["rng"])) == (["optimizer", "rng", "scheduler"], [0, 1])
+    members = {name for group in tree["optimizer"]["param_groups"] for name in group["params"]}
+    assert members == {*tree["optimizer"]["state"]}
+    assert all("weight" in name or "bias" in name for name in members)
 
 
 @pytest.mark.parametrize("resume", [True, "path"])

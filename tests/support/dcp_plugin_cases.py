@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
+import shutil
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dtckpt
+from dtckpt import errors
 from dtckpt.interop import DtckptStorageReader, DtckptStorageWriter
 from support.union_cases import Block, fill, stage_state, state_of, wrong_in
 
@@ -331,7 +335,150 @@ def save_and_die(path: str) -> None:
     quietly(dcp.save, plain_state(2.0), storage_writer=DtckptStorageWriter(path), planner=Dying())
 
 
+def die_in_save(path: str) -> None:
+    quietly(dcp.save, plain_state(2.0), storage_writer=DtckptStorageWriter(path), planner=Dying())
+
+
 def save_again(path: str) -> list[float]:
     quietly(dcp.save, plain_state(3.0), storage_writer=DtckptStorageWriter(path))
     dist.barrier()
     return values_at(path)
+
+
+# --- copies ---
+
+
+def differing_states(kind: str) -> dict[str, Any]:
+    """Return this rank's state, in which something under one name differs by rank."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    local = torch.full((4, 3), float(rank))
+    states: dict[str, Any] = {
+        "elements": {"experts.0.w": local},
+        "one element of many": {"w": torch.arange(300_000).index_fill_(0, torch.tensor(299_999), rank)},
+        "replicated": {"w": DTensor.from_local(local, mesh, [Replicate()], run_check=False)},
+        "shape": {"w": torch.ones(4 + rank)},
+        "dtype": {"w": torch.ones(4, dtype=(torch.float32, torch.float64)[rank])},
+        "value": {"optimizer": {"lr": rank}},
+        "tuple": {"betas": (0.9, rank)},
+        "array in a tuple": {"random": ("MT19937", np.full(5, rank))},
+    }
+    return {"same": torch.ones(2), "step": 7, **states[kind]}
+
+
+def errors_of_copies(path: str, kind: str, to_lowest_rank: bool) -> list[str]:
+    """Save a state of `differing_states` through DCP and by `dtckpt.save`; return class and text of both errors."""
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=to_lowest_rank)
+    found: list[str] = []
+    try:
+        quietly(dcp.save, differing_states(kind), storage_writer=DtckptStorageWriter(path), planner=planner)
+    except dcp.CheckpointException as error:
+        ((cause, _),) = error.failures.values()
+        found.append(f"{type(cause).__name__}: {cause}")
+    try:
+        dtckpt.save(f"{path}_by_save", differing_states(kind))
+    except errors.DtckptError as error:
+        found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def save_unchecked(path: str) -> bool:
+    """Save different copies by a writer that does not compare them."""
+    writer = DtckptStorageWriter(path, options=dtckpt.SaveOptions(check_replicas=False))
+    quietly(dcp.save, differing_states("elements"), storage_writer=writer)
+    dist.barrier()
+    return dtckpt.open_checkpoint(path).verify().is_sound
+
+
+def forget_plans() -> None:
+    """Clear what planners with ``enable_plan_caching`` keep in this process."""
+    planner = dcp.planner.SavePlanner
+    for kept in (
+        planner._cached_save_plan,
+        planner._cached_all_plans,
+        planner._cached_global_plan,
+        planner._cached_final_save_plan,
+        planner._cached_metadata,
+    ):
+        kept.clear()
+
+
+def errors_of_cached_copies(path: str) -> list[str]:
+    """Save by cached plans: first equal copies, then different ones; return the errors and what was saved last."""
+    found: list[str] = []
+    forget_plans()
+    for value in (0.0, 1.0, 2.0):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        own = torch.full((4,), value + (value == 1.0) * dist.get_rank())
+        try:
+            quietly(dcp.save, {"w": own}, storage_writer=DtckptStorageWriter(path), planner=planner)
+        except dcp.CheckpointException as error:
+            found += [type(cause).__name__ for cause, _ in error.failures.values()]
+    dist.barrier()
+    forget_plans()
+    return [*found, str(values_at(path))]
+
+
+def save_cached_dtypes(path: str, before: Any, after: Any, value: Any) -> list[Any]:
+    """Save by cached plans, first in one dtype, then in another; return what is saved."""
+    forget_plans()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for step, dtype in enumerate((before, after)):
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        whole = torch.full((7, 3), value if step else 1, dtype=dtype)
+        state = {"sharded": distribute_tensor(whole, mesh, [Shard(0)]), "copied": whole, "scalar": whole[0, 0]}
+        quietly(dcp.save, state, checkpoint_id=f"{path}_{step}", storage_writer=DtckptStorageWriter(), planner=planner)
+    dist.barrier()
+    forget_plans()
+    tree = dtckpt.restore(f"{path}_1", group=[dist.get_rank()])
+    return [dtckpt.open_checkpoint(f"{path}_1").verify().is_sound] + [
+        (tensor.dtype == after, bool((tensor == torch.tensor(value, dtype=after)).all())) for tensor in tree.values()
+    ]
+
+
+# --- loops that look for checkpoints themselves ---
+
+
+def newest_step(root: Path) -> int:
+    """Return the newest step as loops find it: a name with ``step-N`` anywhere in it, and a file ``.metadata``."""
+    steps = [
+        int(match[1])
+        for name in (os.listdir(root) if root.is_dir() else [])
+        if (match := re.search(r"step-(\d+)", name)) and os.path.isfile(root / name / ".metadata")
+    ]
+    return max(steps, default=-1)
+
+
+def run_loop(path: str, steps: int, *, load_step: int = -1, keep: int = 2, in_background: bool = False) -> list[Any]:
+    """Train and save each step, from the newest checkpoint or a given one; keep the newest directories.
+
+    Returns:
+        The step that the loop began with, the values at its end, and the directories.
+    """
+    root, rank = Path(path), dist.get_rank()
+    state = plain_state(0.0) | {"loader": {f"dp_rank_{rank % 2}": {"position": 0}}}
+    start = newest_step(root) if load_step == -1 else load_step
+    if start != -1:
+        quietly(dcp.load, state, checkpoint_id=str(root / f"step-{start}"), storage_reader=DtckptStorageReader())
+    dist.barrier()
+    own_loader, future = state["loader"][f"dp_rank_{rank % 2}"], None
+    for step in range(max(start, 0) + 1, steps + 1):
+        state["sharded"].add_(1.0)
+        state["copied"].add_(1.0)
+        state["value"] += 1.0
+        own_loader["position"] += 1
+        if future is not None:
+            future.result()
+        where = {"checkpoint_id": str(root / f"step-{step}"), "storage_writer": DtckptStorageWriter()}
+        future = quietly(dcp.async_save, state, **where) if in_background else None
+        if not in_background:
+            quietly(dcp.save, state, **where)
+        if rank == 0 and root.is_dir():
+            found = sorted(int(match[1]) for name in os.listdir(root) if (match := re.search(r"step-(\d+)", name)))
+            for old in found[:-keep]:
+                shutil.rmtree(root / f"step-{old}", ignore_errors=True)
+    if future is not None:
+        future.result()
+    dist.barrier()
+    values = {*state["sharded"].to_local().flatten().tolist(), *state["copied"].tolist(), state["value"]}
+    return [start, sorted({*values, float(own_loader["position"])}), sorted(os.listdir(root))]

@@ -6,12 +6,17 @@ A page is a generator: before each block it prepares the names that the page tak
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import shutil
 import signal
+import sys
+import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -104,17 +109,16 @@ def readme(names: Names) -> Iterator[None]:
 
 
 def checkpointing(names: Names) -> Iterator[None]:
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
     from torch.distributed.fsdp import fully_shard
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
     training(names)
     names["train_on"] = lambda: names["train"](0, None)
     yield
     assert names["report"].nbytes > 0
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
-    model, optimizer = get_state_dict(names["model"], names["optimizer"], options=flat)
-    names |= {"StateDictOptions": StateDictOptions, "get_state_dict": get_state_dict}
-    names["other_state"] = {"model": model, "optimizer": optimizer, "step": 0}
+    names["stage"] = names["model"]
+    names["other_state"] = {"model": names["model"], "optimizer": names["optimizer"], "step": 0}
     remove("ckpt/step_10")
     yield
     assert names["other_state"]["step"] == 10
@@ -125,13 +129,19 @@ def checkpointing(names: Names) -> Iterator[None]:
     names["loader"] = {"position": dist.get_rank()}
     remove("ckpt/step_10")
     yield
+    names |= {"StatefulDataLoader": StatefulDataLoader, "data": list(range(16))}
+    names |= {"StatefulDistributedSampler": StatefulDistributedSampler, "torch": torch}
+    remove("ckpt/step_10")
+    yield
     remove("ckpt/step_10")
     layer = fully_shard(nn.Linear(4, 5))
     dtckpt.save("ckpt/step_10", {"model": layer, "optimizer": torch.optim.AdamW(layer.parameters())})
     names |= {"fully_shard": fully_shard, "Transformer": lambda: nn.Linear(4, 5)}
     yield
     assert torch.equal(names["model"].weight.full_tensor(), layer.weight.full_tensor())
-    names["SaveOptions"] = dtckpt.SaveOptions
+    names |= {"SaveOptions": dtckpt.SaveOptions, "RestoreOptions": dtckpt.RestoreOptions}
+    yield
+    assert {*names["reports"][0].owners.values()} == {"name"}
     yield
     training(names)
     remove("ckpt/step_10")
@@ -140,6 +150,8 @@ def checkpointing(names: Names) -> Iterator[None]:
     remove("ckpt")
     yield
     assert dtckpt.CheckpointManager("ckpt").latest_step() == names["step"] == 2
+    names |= {"signal": signal, "DataLoader": torch.utils.data.DataLoader, "data": torch.arange(4)}
+    yield
     names["mesh"] = mesh_of_all()
     names["value"] = dtckpt.dtensor.ones(4, device_mesh=names["mesh"])
     saved = dtckpt.DTensorCheckpoint(names["mesh"], weight=dtckpt.DVariable(names["value"]))
@@ -172,6 +184,8 @@ def convert(names: Names) -> Iterator[None]:
     assert torch.equal(names["module"].weight, module.weight)
     assert names["rows"].shape == (128, 4096)
     training(names)
+    yield
+    assert dtckpt.restore("exported").keys() == names["model"].state_dict().keys()
     names["train"](0, None)
     model, optimizer = (names[name].state_dict() for name in ("model", "optimizer"))
     from torch.distributed import checkpoint as dcp
@@ -189,6 +203,73 @@ def dcp(names: Names) -> Iterator[None]:
     yield
     names["tensor"] = torch.ones(3)
     yield
+    with mock.patch.dict(sys.modules, trainer_modules()):
+        yield
+    manager, modes = names["DtckptManager"](), names["AsyncMode"]
+    for step, mode in enumerate(modes):
+        saved = manager.dcp_save({"w": torch.full((3,), float(step))}, f"step-{step}", mode)
+        if mode is not modes.DISABLED:
+            saved.result()
+        assert Path(f"step-{step}/.metadata").is_file()
+        state = {"w": torch.zeros(3)}
+        manager.dcp_load(state, f"step-{step}", from_hf=False, from_quantized=False)
+        assert manager.states["model"].loaded["w"].tolist() == state["w"].tolist() == [float(step)] * 3
+    assert manager.dcp_save({}, "step-9", modes.DISABLED, to_hf=True) == "by the trainer itself"
+    assert manager.dcp_load({}, "step-9", from_hf=True, from_quantized=False) == "by the trainer itself"
+
+
+def trainer_modules() -> dict[str, types.ModuleType]:
+    """Return modules with the names and signatures of torchtitan's checkpoint manager that the page relies on."""
+
+    class AsyncMode(enum.Enum):
+        DISABLED = "disabled"
+        ASYNC = "async"
+
+    class ModelState:
+        def load_state_dict(self, state: Any) -> None:
+            self.loaded = state
+
+    class CheckpointManager:
+        @dataclass(kw_only=True, slots=True)
+        class Config:
+            enable: bool = False
+
+        pg = None
+
+        def __init__(self) -> None:
+            self.states = {"model": ModelState()}
+
+        def dcp_save(self, *_: Any) -> str:
+            return "by the trainer itself"
+
+        dcp_load = dcp_save
+
+    module = types.ModuleType("torchtitan.components.checkpointer")
+    vars(module).update(MODEL="model", AsyncMode=AsyncMode, CheckpointManager=CheckpointManager)
+    parents = ("torchtitan", "torchtitan.components")
+    return {**{name: types.ModuleType(name) for name in parents}, module.__name__: module}
+
+
+def expert_parallel(names: Names) -> Iterator[None]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    class Model(nn.Module):
+        def __init__(self, experts_here: int) -> None:
+            super().__init__()
+            self.experts = nn.Module()
+            self.experts.w = nn.Parameter(torch.full((experts_here, 2, 3), dist.get_rank() % 2 + 1.0))
+
+    names |= {"Model": Model, "init_device_mesh": init_device_mesh, "fully_shard": fully_shard}
+    yield
+    assert names["model"].experts.w.to_local().shape == (2, 2, 3)
+    yield
+    rows = dtckpt.restore("ckpt/step_10")["model"]["experts.w"][:, 0, 0]
+    assert rows.tolist() == [1.0] * 4 + [2.0] * 4
+    own = names["mesh"]["ep"].get_local_rank()
+    names |= {"own_experts": torch.arange(4.0) + 4 * own, "own_columns": torch.zeros(3, 2)}
+    yield
+    assert names["experts"].tolist() == list(range(8))
 
 
 def formats(names: Names) -> Iterator[None]:

@@ -14,6 +14,8 @@ import torch
 
 import dtckpt
 from dtckpt import SaveOptions, errors
+from dtckpt.checkpoint.converting.file_plan import FilePlan
+from dtckpt.checkpoint.converting.write_files import FileWriter
 from dtckpt.checkpoint.restoring import restore as restoring
 from dtckpt.checkpoint.saving import attempt
 from dtckpt.storage import commit_by_rename
@@ -254,6 +256,76 @@ def manage_by_time(root: str) -> list[int]:
             assert manager.save(step, {"step": step}) is not None
     manager.close()
     return manager.all_steps()
+
+
+def go_on_after_failures(root: str, victim: int, error: str) -> tuple[list[bool], int, list[int]]:
+    """The storage of one client refuses the second of three saves."""
+    mesh = mesh_over_all({"x": dtckpt.num_clients()})
+    began, commit = [], TensorStoreWriter.commit
+
+    def fail(_: TensorStoreWriter) -> None:
+        raise getattr(errors, error)("not today")
+
+    with dtckpt.CheckpointManager(root, on_failure="warn") as manager:
+        for step in range(3):
+            if step == 1 and dtckpt.client_id() == victim:
+                TensorStoreWriter.commit = fail  # type: ignore[method-assign]
+            try:
+                began.append(manager.save(step, tree_on(mesh, SMALL, str(step))) is not None)
+                manager.wait()
+            finally:
+                TensorStoreWriter.commit = commit  # type: ignore[method-assign]
+        return began, manager.num_failed_saves, manager.all_steps()
+
+
+def export(root: str, path: str, shard_size: int, victim: int = -1) -> list[str]:
+    """Save two steps and export the newest, as files of at most so many bytes; return the files that this client wrote.
+
+    Args:
+        root: Where the checkpoints go.
+        path: Where the files go.
+        shard_size: Bound on the tensor data of a file.
+        victim: A client whose storage refuses to write.
+    """
+    mesh = mesh_over_all({"x": dtckpt.num_clients()})
+    written, write_file = [], FileWriter._write_file
+
+    def note(self: FileWriter, plan: FilePlan, *others: Any) -> None:
+        if dtckpt.client_id() == victim:
+            raise errors.StorageFullError("no space is left")
+        written.append(plan.name)
+        write_file(self, plan, *others)
+
+    FileWriter._write_file = note  # type: ignore[method-assign]
+    try:
+        with dtckpt.CheckpointManager(root) as manager:
+            for step in (1, 2):
+                manager.save(step, tree_on(mesh, SMALL, str(step)))
+            options = dtckpt.ExportOptions(max_shard_size=shard_size, rename={"w": "weight"}, overwrite=True)
+            assert manager.export(path, options=options) == 2
+    finally:
+        FileWriter._write_file = write_file  # type: ignore[method-assign]
+    return written
+
+
+def export_differently(root: str, path: str) -> None:
+    mesh = mesh_over_all({"x": dtckpt.num_clients()})
+    with dtckpt.CheckpointManager(root) as manager:
+        manager.save(1, tree_on(mesh, SMALL))
+        manager.export(path, options=dtckpt.ExportOptions(select="wc"[dtckpt.client_id()]))
+
+
+def save_back_to_back(root: str, blocked: int) -> tuple[list[int], list[int]]:
+    """Save whenever the save before has ended on client 0; one client's saves end late."""
+    mesh = mesh_over_all({"x": dtckpt.num_clients()})
+    manager, saved = dtckpt.CheckpointManager(root, save_interval="continuous"), []
+    for step in range(40):
+        if manager.save(step, tree_on(mesh, SMALL, str(step))) is not None:
+            saved.append(step)
+        if dtckpt.client_id() == blocked:
+            manager.wait()
+    manager.close()
+    return saved, manager.all_steps()
 
 
 def train_until_preempted(root: str, victim: int) -> tuple[int, list[int], str]:

@@ -431,3 +431,33 @@ def restore_in_parts(path: str, kind: str) -> tuple[str, list[float], tuple[str,
             error = f"{type(caught).__name__}: {caught}"
     values = [float(target[name]) for name in names[:3]]
     return error, values, reports[-1].unexpected if reports else ()
+
+
+class RankLoader:
+    """A loader whose state has a key for each rank, as torchtitan's."""
+
+    def __init__(self, rank: int, position: int) -> None:
+        self.key, self.position = f"dp_rank_{rank}", position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.key: {"position": self.position}, "world_size": 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert self.key in state
+        assert len(state) == 2
+        self.position = state[self.key]["position"]
+
+
+def save_rank_loader(path: str) -> None:
+    """Save the position of a loader of each client."""
+    dtckpt.save(path, {"loader": RankLoader(dist.get_rank(), dist.get_rank() + 10)}, group=list(range(4)))
+
+
+def restore_rank_loader(path: str) -> tuple[str, int]:
+    """Restore it; return the error, and the position."""
+    loader, error = RankLoader(dist.get_rank(), -1), ""
+    try:
+        dtckpt.restore(path, {"loader": loader}, group=list(range(dist.get_world_size())))
+    except DtckptError as raised:
+        error = f"{type(raised).__name__}: {raised.message}"
+    return error, loader.position

@@ -100,16 +100,15 @@ def convert(
     start = time.monotonic()
     where = location_of(dst)
     form = _format(to, where)
-    if max_memory <= 0 or max_shard_size <= 0:
-        raise ConfigError(f"sizes must be positive; got max_memory {max_memory}, max_shard_size {max_shard_size}")
+    validate_sizes(max_memory, max_shard_size)
     _validate_arguments(form, mesh, layouts, options)
     with open_checkpoint(src) as checkpoint:
-        _validate_apart(checkpoint.path, where)
+        validate_apart(checkpoint.path, where)
         globs = [select] if isinstance(select, str) else select
         new_dtype = None if dtype is None else dtype_name(dtype)
         numbers = form in FILE_TARGETS and FILE_TARGETS[form].numbers_parameters
         export = plan_export(checkpoint, select=globs, rename=rename, dtype=new_dtype, tied=tied, is_numbered=numbers)
-        _validate_tied(checkpoint, export, tied or {})
+        validate_tied(checkpoint, export, tied or {})
         conversion: _Conversion
         if form in FILE_TARGETS:
             conversion = FilesConversion(
@@ -177,13 +176,19 @@ def _validate_arguments(form: str, mesh: Mesh | None, layouts: Layouts | None, o
         raise ConfigError("convert keeps stored dtypes; got option stored_dtypes or save_as_bf16, pass dtype instead")
 
 
-def _validate_apart(source: Location, target: Location) -> None:
+def validate_sizes(max_memory: int, max_shard_size: int) -> None:
+    """Refuse bounds that are no sizes."""
+    if max_memory <= 0 or max_shard_size <= 0:
+        raise ConfigError(f"sizes must be positive; got max_memory {max_memory}, max_shard_size {max_shard_size}")
+
+
+def validate_apart(source: Location, target: Location) -> None:
     """Refuse to put one checkpoint inside the other: replacing the outer one would remove both."""
     if is_inside(source, target) or is_inside(target, source):
         raise ConfigError(f"{source} and {target} cannot lie one inside the other; choose another destination")
 
 
-def _validate_tied(checkpoint: Checkpoint, export: Export, tied: Mapping[str, str]) -> None:
+def validate_tied(checkpoint: Checkpoint, export: Export, tied: Mapping[str, str]) -> None:
     """Check that tensors which the caller ties have equal elements."""
     by_name = {tensor.name: tensor for tensor in export.tensors}
     for name, kept in tied.items():

@@ -54,7 +54,7 @@ def find_garbage(where: Location, keep: Retention, *, min_age_s: float, now: flo
     found = survey(where, min_age_s=min_age_s, now=now)
     newest = _newest_complete(found)
     protected = () if newest is None else (newest,)
-    doomed = frozenset(found.folders.doomed(keep, found.saved, protected=protected, damaged=found.damaged))
+    doomed = frozenset(found.folders.doomed(keep, found.saved, now, protected=protected, damaged=found.damaged))
     return Garbage(
         found,
         tuple(each for each in found.leftovers if each.is_dead),

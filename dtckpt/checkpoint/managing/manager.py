@@ -8,17 +8,20 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.converting.shared_export import ExportOptions, export_together
 from dtckpt.checkpoint.managing.candidates import Candidate, newest_first
+from dtckpt.checkpoint.managing.failed_saves import FailedSaves, OnFailure
 from dtckpt.checkpoint.managing.interval import AutoInterval
-from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, ancestry, current_steps
+from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, current_steps
+from dtckpt.checkpoint.managing.options import ManagerOptions, auto_interval, is_continuous
 from dtckpt.checkpoint.managing.pace import Pace
-from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid
+from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid, run_at
 from dtckpt.checkpoint.managing.retention import Metrics, Retention
 from dtckpt.checkpoint.managing.root import root_of
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER, RunHistory
@@ -39,29 +42,10 @@ from dtckpt.config import Config
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.dtensor.tensorflow_names import MeshLike
-from dtckpt.errors import (
-    ConfigError,
-    DtckptError,
-    StorageError,
-)
+from dtckpt.errors import CheckpointNotFoundError, DtckptError, StorageError
 from dtckpt.storage.location import Location, location_of
 
 logger = logging.getLogger("dtckpt.checkpoint")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManagerOptions:
-    """The options of a manager, grouped; see `CheckpointManager`."""
-
-    keep: Retention
-    rules: SaveRules
-    is_async: bool
-    leftover_age_s: float
-    save: SaveOptions
-
-    def __post_init__(self) -> None:
-        if not self.leftover_age_s > 0:
-            raise ConfigError(f"leftover_age_s must be positive; got {self.leftover_age_s!r}")
 
 
 class CheckpointManager:
@@ -78,10 +62,14 @@ class CheckpointManager:
         save_interval_steps: Save at multiples of this. Default, if no other rule is given: every step.
         save_interval_s: Save when this many seconds have passed since the last save began; client 0 decides.
         save_when: Save when this function of the step returns true; client 0 decides.
+        save_interval: ``"continuous"``: save when the save before, and the removals after it, have ended; client 0
+            decides.
         every: ``"auto"`` or an `AutoInterval`: save as often as loses the least time, from what the saves cost and how
             often the runs of this root failed; client 0 decides. See `dtckpt.optimal_interval`.
         is_async: Whether saves go on in the background.
         skip_when_busy: Whether to skip a step while a save is still in flight; otherwise the step waits for that save.
+        on_failure: ``"raise"``, or ``"warn"``: log a save that fails with a `StorageError`, and go on; any other error
+            is raised.
         leftover_age_s: Seconds without any change after which an unfinished attempt whose leader is gone is removed.
         options: How checkpoints are written; ``overwrite`` is always on.
         local: Frequent checkpoints in the memory of the hosts, with copies on other hosts; see `dtckpt.LocalTier`. The
@@ -108,9 +96,11 @@ class CheckpointManager:
         save_interval_steps: int | None = None,
         save_interval_s: float | None = None,
         save_when: Callable[[int], bool] | None = None,
+        save_interval: Literal["continuous"] | None = None,
         every: Literal["auto"] | AutoInterval | None = None,
         is_async: bool = True,
         skip_when_busy: bool = False,
+        on_failure: OnFailure = "raise",
         leftover_age_s: float = 3600.0,
         options: SaveOptions | None = None,
         local: LocalTier | None = None,
@@ -124,7 +114,8 @@ class CheckpointManager:
                 interval_steps=save_interval_steps,
                 interval_s=save_interval_s,
                 when=save_when,
-                auto=_auto_interval(every),
+                auto=auto_interval(every),
+                is_continuous=is_continuous(save_interval),
                 skip_when_busy=skip_when_busy,
             ),
             is_async=is_async,
@@ -140,6 +131,7 @@ class CheckpointManager:
             clock=clock,
             auto_s=self._pace.interval_s if self._pace else lambda: math.inf,
         )
+        self._failed = FailedSaves(on_failure, self.root)
         self._handle: SaveHandle | None = None
         self._tier = TierSaves(local, self._folders, self._root.folder, self.options.save) if local else None
         # On client 0 only: the run that the state descends from, and the steps on storage; None until they are known.
@@ -212,25 +204,31 @@ class CheckpointManager:
 
     def _is_due_in_root(self, step: int) -> bool:
         self.path(step)
-        return self._schedule.should_save(step, is_busy=self._handle is not None and not self._handle.done())
+        return self._schedule.should_save(step, is_busy=self._handle is not None and self._handle.is_busy)
 
     def preemption(self, *signals: int) -> AbstractContextManager[None]:
         """Watch, in a context, for signals that announce the end of the process, by default SIGTERM.
 
         The first `should_save` after any client got one is true on all clients, and `reached_preemption` is set
-        there: save, and leave the training loop. The former handlers of the signals are restored at the end.
+        there: save, and leave the training loop. The former handlers of the signals are restored at the end. Workers of
+        a ``DataLoader`` that are forked inside the context leave a signal that their client has got to the client.
 
         Collective: All clients watch; then `should_save` is collective.
 
         Raises:
             ValueError: This is not the main thread; only that one can handle signals.
         """
-        return self._schedule.preemption(*signals)
+        return self._schedule.watch.watch(*signals)
 
     @property
     def reached_preemption(self) -> bool:
         """Whether a signal has reached some client, and all clients know of it."""
         return self._schedule.reached_preemption
+
+    @property
+    def num_failed_saves(self) -> int:
+        """The number of saves that failed and after which training went on, by ``on_failure="warn"``."""
+        return self._failed.count
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -248,7 +246,8 @@ class CheckpointManager:
             force: Whether to save even if the step is not due.
 
         Returns:
-            The save's handle; None if the step is not due.
+            The save's handle; None if the step is not due, or if the save could not begin and ``on_failure`` is
+            ``"warn"``.
 
         Raises:
             CheckpointConflictError: Another process, or another manager of this one, saves to this root.
@@ -281,20 +280,25 @@ class CheckpointManager:
                 files[LINEAGE_NAME] = self._descend(step)
             return state_of_tree(tree, options, coordination.member.client, range(coordination.member.num_clients))
 
-        self._handle = start_save(
-            self.path(step),
-            collect,
-            options=options,
-            coordination=coordination,
-            extra_files=files,
-            # Only after the commit: until then the old checkpoints may be the only good ones.
-            then=lambda handle: self._after_commit(step, start) if is_leader and handle.is_committed else None,
-            step=step,
-        )
+        try:
+            self._handle = start_save(
+                self.path(step),
+                collect,
+                options=options,
+                coordination=coordination,
+                extra_files=files,
+                then=lambda handle: self._after_save(step, start, handle, is_leader=is_leader),
+                step=step,
+            )
+        except StorageError as error:
+            if not self._failed.tolerate(step, error, is_told=is_leader):
+                raise
+            self._schedule.note_saved(step)
+            return None
         self._schedule.note_saved(step)
         if not self.options.is_async:
-            self._handle.result()
             self._handle.wait()
+            self._handle.raise_unseen_failure()
         if self._pace is not None:
             self._pace.note_returned(self._clock() - start)
         return self._handle
@@ -342,8 +346,7 @@ class CheckpointManager:
             return collect()
 
         def after(handle: SaveHandle) -> None:
-            if is_leader and handle.is_committed:
-                self._after_commit(save.step, start)
+            self._after_save(save.step, start, handle, is_leader=is_leader)
 
         path, then = self.path(save.step), tier.pinned(save, after)
         return tier.writer.start(path, save.step, describe, options, extra_files=files, then=then)
@@ -357,10 +360,14 @@ class CheckpointManager:
             if self._pace is not None:
                 self._pace.begin(-(-member.num_clients // Config.from_environ().local_world_size))
 
-    def _after_commit(self, step: int, start: float) -> None:
-        if self._pace is not None:
-            self._pace.note_committed(self._clock() - start)
-        self._remove_old(step)
+    def _after_save(self, step: int, start: float, handle: SaveHandle, *, is_leader: bool) -> None:
+        if self._failed.tolerate(step, handle.failure, is_told=is_leader):
+            handle.forgive()
+        # Only after the commit: until then the old checkpoints may be the only good ones.
+        if is_leader and handle.is_committed:
+            if self._pace is not None:
+                self._pace.note_committed(self._clock() - start)
+            self._remove_old(step)
 
     def _descend(self, step: int, number: int | None = None) -> bytes:
         """Begin a save in the lineage; return the file ``lineage.json`` of its checkpoint.
@@ -467,7 +474,7 @@ class CheckpointManager:
             else:
                 path = self.path(chosen.step)
                 tree = restore(path, target, mesh=mesh, layouts=layouts, options=options, group=everyone)
-            return tree, local, self._run_at(chosen) if collective.is_leader else None
+            return tree, local, run_at(self._folders, chosen) if collective.is_leader else None
 
         def pin(chosen: Candidate) -> AbstractContextManager[None]:
             return nullcontext() if chosen.local else self._pin(chosen.step)
@@ -505,20 +512,6 @@ class CheckpointManager:
             logger.warning("the steps of %s cannot be listed, so only the local tier is restored: %s", self.root, error)
         return newest_first(saved, held)
 
-    def _run_at(self, chosen: Candidate) -> Run | None:
-        """Return the run that a restored state descends from; None if the root cannot be listed now."""
-        try:
-            saved = self._folders.saved()
-        except StorageError:
-            if chosen.local:
-                return None
-            raise
-        if not chosen.local:
-            return Run.at(saved, ancestry(saved, chosen.step))
-        number = chosen.number
-        older = {step for step in current_steps(saved) if step <= chosen.step and saved[step].number <= number}
-        return Run.at(saved, frozenset(older))
-
     @contextmanager
     def _pin(self, step: int) -> Iterator[None]:
         """Keep a step from being removed, by this process or another one on this host."""
@@ -530,6 +523,42 @@ class CheckpointManager:
         finally:
             self._pinned.discard(step)
 
+    # --- exporting ----------------------------------------------------------------------------------------------
+
+    def export(self, path: str | Location, step: int | None = None, *, options: ExportOptions | None = None) -> int:
+        """Write a step as safetensors files, by all clients: each writes its share of the files.
+
+        The files appear together, when all are durable and proved, as those of `dtckpt.convert`. The export waits for
+        the save in flight.
+
+        Collective: Over all clients; barriers ``export/chosen``, ``export/planned``, ``export/written`` and
+            ``export/placed``.
+
+        Args:
+            path: As ``dst`` of `dtckpt.convert`: a file or directory that all clients reach.
+            step: The step; default: the newest.
+            options: See `ExportOptions`. With a smaller ``max_shard_size`` there are more files to share.
+
+        Returns:
+            The step.
+
+        Raises:
+            CheckpointNotFoundError: There is no checkpoint of the step, or none at all.
+            DtckptError: As for `dtckpt.convert`; or the error of the save in flight. The same on all clients.
+        """
+        self.wait()
+        collective = Collective(current_coordination(), "export", self.options.save.timeout_s)
+        with ExitStack() as pinned, collective.process_lock():
+
+            def choose() -> int:
+                chosen = self.latest_step() if step is None else step
+                if chosen is None:
+                    raise CheckpointNotFoundError(f"there is no checkpoint to export below {self.root}; save one first")
+                pinned.enter_context(self._pin(chosen))
+                return chosen
+
+            return export_together(collective, choose, self.path, location_of(path), options or ExportOptions())
+
     # --- removing -----------------------------------------------------------------------------------------------
 
     def _remove_old(self, saved: int) -> None:
@@ -537,7 +566,9 @@ class CheckpointManager:
         self._damaged.discard(saved)
         with self._tolerated():
             self._saved = lineages = self._folders.saved()
-            for step in self._folders.doomed(self.options.keep, lineages, protected={saved}, damaged=self._damaged):
+            protected, keep = {saved}, self.options.keep
+            doomed = self._folders.doomed(keep, lineages, time.time(), protected=protected, damaged=self._damaged)
+            for step in doomed:
                 with self._tolerated():
                     self._remove(step)
         with self._tolerated():
@@ -556,11 +587,3 @@ class CheckpointManager:
             # Looked at under the lock, so a restore cannot choose the step between the look and the removal.
             if step not in self._pinned:
                 self._folders.place(step).remove()
-
-
-def _auto_interval(every: object) -> AutoInterval | None:
-    if every is None or isinstance(every, AutoInterval):
-        return every
-    if every == "auto":
-        return AutoInterval()
-    raise ConfigError(f"every must be 'auto' or an AutoInterval; got {every!r}")

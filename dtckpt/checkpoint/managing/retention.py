@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dtckpt.errors import ConfigError
@@ -18,16 +18,23 @@ class Retention:
     Args:
         last: Keep this many newest steps.
         every_steps: Keep steps that are multiples of this.
+        newer_than_s: Keep steps that were saved within so many seconds.
+        every_s: Of each period of so many seconds, counted from the epoch, keep the step that was saved first.
         best: Keep this many steps with the best metric.
         metric: Name of the metric.
         mode: Whether the best metric is the smallest (``min``) or the largest (``max``).
 
     >>> Retention(last=2, every_steps=100).doomed([90, 100, 110, 120, 130])
     [90, 110]
+    >>> hourly = Retention(newer_than_s=3600, every_s=3600)
+    >>> hourly.doomed([1, 2, 3, 4], times={1: 0, 2: 1800, 3: 3600, 4: 5400}, now=7000)
+    [2]
     """
 
     last: int | None = None
     every_steps: int | None = None
+    newer_than_s: float | None = None
+    every_s: float | None = None
     best: int | None = None
     metric: str = "loss"
     mode: str = "min"
@@ -37,8 +44,17 @@ class Retention:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"retention {name} must be a positive number of steps or None; got {value!r}")
+        for name in ("newer_than_s", "every_s"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise ConfigError(f"retention {name} must be a positive number of seconds or None; got {value!r}")
         if self.mode not in ("min", "max"):
             raise ConfigError(f"retention mode is unknown; got {self.mode!r}, expected 'min' or 'max'")
+
+    @property
+    def needs_times(self) -> bool:
+        """Whether a rule asks when steps were saved."""
+        return self.newer_than_s is not None or self.every_s is not None
 
     def ranked(self, steps: Collection[int], metrics: Mapping[int, Metrics]) -> list[int]:
         """Return the steps that have the metric, best first, the newer first among equals."""
@@ -51,6 +67,8 @@ class Retention:
         steps: Collection[int],
         metrics: Mapping[int, Metrics] | None = None,
         *,
+        times: Mapping[int, float] | None = None,
+        now: float = math.inf,
         protected: Collection[int] = (),
         damaged: Collection[int] = (),
         abandoned: Collection[int] = (),
@@ -60,17 +78,32 @@ class Retention:
         Args:
             steps: All steps of the run that have a checkpoint.
             metrics: Metrics by step, as far as they are known.
+            times: When each step was saved, in seconds since the epoch. A rule by time keeps a step of unknown time.
+            now: Seconds since the epoch.
             protected: Steps that stay in any case.
             damaged: Steps that cannot be restored. They stay, to be looked at; the rules do not count them.
             abandoned: Steps of abandoned runs. No rule keeps them: they go when the run has passed them.
         """
         good = sorted(set(steps) - set(damaged))
-        if (self.last, self.every_steps, self.best) == (None, None, None):
+        if {self.last, self.every_steps, self.newer_than_s, self.every_s, self.best} == {None}:
             return []
         kept = {*protected, *good[-max(1, self.last or 1) :]}
         if self.every_steps is not None:
             kept.update(step for step in good if step % self.every_steps == 0)
+        kept.update(self._kept_by_time(good, times or {}, now))
         if self.best is not None:
             kept.update(self.ranked(good, metrics or {})[: self.best])
         passed = {step for step in abandoned if step < max(good, default=0)} - {*protected, *damaged}
         return sorted({step for step in good if step not in kept} | passed)
+
+    def _kept_by_time(self, steps: Sequence[int], times: Mapping[int, float], now: float) -> set[int]:
+        if not self.needs_times:
+            return set()
+        kept = set(steps) - times.keys()
+        known = sorted(set(steps) - kept, key=lambda step: (times[step], step))
+        if self.newer_than_s is not None:
+            kept.update(step for step in known if now - times[step] < self.newer_than_s)
+        if self.every_s is not None:
+            # The newest first, so that the first of each period is what stays in the table.
+            kept.update({times[step] // self.every_s: step for step in reversed(known)}.values())
+        return kept

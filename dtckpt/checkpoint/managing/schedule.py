@@ -9,22 +9,19 @@ flight and signals differ from client to client; decisions that depend on them a
     client 2   (its answer is ignored), signal?  --+                  +-->  the same
 
 Invariant: whether a decision is collective is the same on all clients. It depends only on the rules and on
-`Schedule.preemption`, which all clients enter; never on the clock or on a signal.
+`Schedule.watch`, which all clients enter; never on the clock or on a signal.
 """
 
 from __future__ import annotations
 
 import json
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 
 from dtckpt.checkpoint.collective import meet_at_same_operation, tracker_of
 from dtckpt.checkpoint.managing.interval import AutoInterval
-from dtckpt.comm import fork_guard
+from dtckpt.checkpoint.managing.signal_watch import SignalWatch
 from dtckpt.coordination.api import Verdict, Vote
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.errors import BarrierConflictError, ConfigError, DtckptError
@@ -41,6 +38,7 @@ class SaveRules:
         interval_s: Save when this many seconds have passed since the last save began, on client 0's clock.
         when: Save when this function of the step returns true on client 0.
         auto: Save when the interval of `Pace` has passed since the last save began, on client 0's clock.
+        is_continuous: Save whenever no save is in flight on client 0.
         skip_when_busy: Do not save while a save is still in flight on client 0.
     """
 
@@ -48,6 +46,7 @@ class SaveRules:
     interval_s: float | None = None
     when: Callable[[int], bool] | None = None
     auto: AutoInterval | None = None
+    is_continuous: bool = False
     skip_when_busy: bool = False
 
     def __post_init__(self) -> None:
@@ -59,7 +58,8 @@ class SaveRules:
     @property
     def is_local(self) -> bool:
         """Whether every client comes to the same decision by itself."""
-        return self.interval_s is None and self.when is None and self.auto is None and not self.skip_when_busy
+        depends = self.interval_s is not None or self.when is not None or self.auto is not None
+        return not (depends or self.is_continuous or self.skip_when_busy)
 
     def says(self, step: int, elapsed_s: float, auto_s: Callable[[], float], *, is_busy: bool) -> bool:
         """Return client 0's answer.
@@ -72,10 +72,11 @@ class SaveRules:
         """
         if is_busy and self.skip_when_busy:
             return False
-        if self.interval_steps is None and self.interval_s is None and self.when is None and self.auto is None:
+        if self == SaveRules(skip_when_busy=self.skip_when_busy):
             return True
         return bool(
-            (self.interval_steps is not None and step % self.interval_steps == 0)
+            (self.is_continuous and not is_busy)
+            or (self.interval_steps is not None and step % self.interval_steps == 0)
             or (self.interval_s is not None and elapsed_s >= self.interval_s)
             or (self.auto is not None and elapsed_s >= auto_s())
             or (self.when is not None and self.when(step))
@@ -103,8 +104,7 @@ class Schedule:
         self._saved_at = clock()
         self._saved_step: int | None = None
         self._decision: tuple[int, bool] | None = None  # the last one: the step, and whether it is saved
-        self._signalled = threading.Event()
-        self._num_watches = 0  # contexts of `preemption` that are open
+        self.watch = SignalWatch(lambda: self.reached_preemption)
 
     def note_saved(self, step: int) -> None:
         """Note that the save of a step has begun, so that the step is not due again."""
@@ -132,7 +132,7 @@ class Schedule:
                 elapsed_s = self._clock() - self._saved_at
                 return needs_answer and self.rules.says(step, elapsed_s, self._auto_s, is_busy=is_busy)
 
-            is_collective = self._num_watches or not self.rules.is_local
+            is_collective = self.watch.is_open or not self.rules.is_local
             self._decision = step, self._agree(step, is_due) if is_collective else is_due()
         return self._decision[1]
 
@@ -146,7 +146,7 @@ class Schedule:
         tracker = tracker_of(member, DECISION, ())
         ordinal = tracker.next_ordinal(step)
         try:
-            payload = ordinal.to_bytes() + json.dumps([is_due(), self._signalled.is_set()]).encode()
+            payload = ordinal.to_bytes() + json.dumps([is_due(), self.watch.has_noted]).encode()
             vote = Vote(payload=payload)
         except Exception as error:
             if member.num_clients == 1:
@@ -173,34 +173,3 @@ class Schedule:
         is_first_signal = not self.reached_preemption and any(answer[1] for answer in answers.values())
         self.reached_preemption |= is_first_signal
         return bool(answers[0][0]) or (is_first_signal and step != self._saved_step)
-
-    @contextmanager
-    def preemption(self, *signals: int) -> Iterator[None]:
-        """Watch for signals, by default SIGTERM; restore their former handlers at the end.
-
-        If the work inside fails before a decision has told all clients of a signal, nobody will act on it, so the
-        signal is raised again under its former handler. Otherwise torchrun would wait half a minute for a survivor
-        that ignores SIGTERM. A forked process, as of a data loader, does not watch: it handles the signal as before.
-        """
-
-        def note(number: int, _: object) -> None:
-            if fork_guard.is_forked():
-                signal.signal(number, before[number])
-                signal.raise_signal(number)
-            else:
-                self._signalled.set()
-                received.append(number)
-
-        received: list[int] = []
-        before = {number: signal.signal(number, note) for number in signals or (signal.SIGTERM,)}
-        self._num_watches += 1
-        has_failed = True
-        try:
-            yield
-            has_failed = False
-        finally:
-            self._num_watches -= 1
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            if has_failed and received and not self.reached_preemption:
-                signal.raise_signal(received[0])

@@ -62,13 +62,29 @@ class StepFolders:
         return sorted(current_steps(self.saved()))
 
     def doomed(
-        self, keep: Retention, saved: Saved, *, protected: Collection[int] = (), damaged: Collection[int] = ()
+        self,
+        keep: Retention,
+        saved: Saved,
+        now: float,
+        *,
+        protected: Collection[int] = (),
+        damaged: Collection[int] = (),
     ) -> list[int]:
-        """Return the steps that need not be kept; see `Retention.doomed`."""
+        """Return the steps that need not be kept at a time, in seconds since the epoch; see `Retention.doomed`."""
         steps = current_steps(saved)
         metrics = {step: self.metrics(step) for step in steps} if keep.best else {}
         abandoned = saved.keys() - steps
-        return keep.doomed(steps, metrics, protected=protected, damaged=damaged, abandoned=abandoned)
+        times = {}
+        if keep.needs_times:
+            times = {step: time for step in steps if (time := self.saved_s(step, saved)) is not None}
+        return keep.doomed(
+            steps, metrics, times=times, now=now, protected=protected, damaged=damaged, abandoned=abandoned
+        )
+
+    def saved_s(self, step: int, saved: Saved) -> float | None:
+        """Return when a step was saved, in seconds since the epoch; None if nothing tells."""
+        number = saved[step].number if step in saved else 0
+        return number / 1e9 if number else self._root.saved_s(f"step_{step:08d}")
 
     def _lineage(self, step: int) -> Lineage | None:
         """Return the lineage that the checkpoint of a step states; None if there is no checkpoint."""

@@ -118,7 +118,7 @@ def survey(where: Location, *, min_age_s: float, now: float) -> Survey:
             facts["damage"] = error.message
         return SurveyedCheckpoint(
             **facts,
-            saved_s=saved[step].number / 1e9 if step in saved and saved[step].number else root.saved_s(name),
+            saved_s=root.saved_s(name) if step is None else folders.saved_s(step, saved),
             metrics={} if step is None else folders.metrics(step),
             is_rolled_back=step in saved and step not in current,
         )

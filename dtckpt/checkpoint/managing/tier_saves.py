@@ -183,7 +183,7 @@ class TierSaves:
                 metrics=metrics,
                 # In this order: a write that ends at this moment may have been the one that was owed.
                 is_durable=lambda: not self.writer.is_busy and (is_durable or self._debt > 0),
-                compares_copies=is_wanted and self._options.check_replicas,
+                compares_copies=is_wanted and bool(self._options.check_replicas),
             )
             self._handle = self.session.save(request, coordination, then)
         except StorageError as error:

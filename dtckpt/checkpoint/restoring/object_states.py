@@ -6,6 +6,7 @@ optimizer that has not made a step yet, a loader that has seen more or fewer sam
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -37,6 +38,7 @@ class Scope:
         drops: Items of the target that were not saved go, and what has another kind, length or shape is replaced.
         is_optimizer: It is the state of an optimizer's parameters.
         parameter: The parameter whose state it is, if known.
+        optimizer: The class of the optimizer whose state it is, if known.
         is_numbered: Its keys number the parameters of a single group, most likely in the order of the model's tensors.
         fixed: The storages of modules that the object holds; their tensors neither come, go nor change their shape.
         by_key: The scopes of items, where they differ from `inner`.
@@ -53,13 +55,22 @@ class Scope:
     by_key: Mapping[Any, Scope] = field(default_factory=dict)
     keeps: frozenset[Any] = frozenset()
     fills: bool = True
+    optimizer: type | None = None
 
     def below(self, key: Any) -> Scope:
         """Return the scope of an item."""
         if key in self.by_key:
             return self.by_key[key]
         # The first level of an object's state has the names of its parts; below, anything may come and go.
-        return Scope(self.adds, self.adds, self.is_optimizer, self.parameter, self.fixed, self.is_numbered)
+        return Scope(
+            self.adds,
+            self.adds,
+            self.is_optimizer,
+            self.parameter,
+            self.fixed,
+            self.is_numbered,
+            optimizer=self.optimizer,
+        )
 
     def closed(self) -> Scope:
         """Return the scope of a container that cannot grow or shrink."""
@@ -101,6 +112,22 @@ def scope_of_object(target: Any, state: Any) -> Scope:
     return Scope(adds=True, fixed=frozenset(map(_storage, tensors)) - {0})
 
 
+_OF_RANK = re.compile(r"(.*rank[^0-9a-zA-Z]?)\d+")
+"""Keys by the number of a rank, as ``dp_rank_3`` of torchtitan's loaders."""
+
+
+def keys_of_other_ranks(own: Iterable[Any], saved: Iterable[Any]) -> set[Any]:
+    """Return the saved keys that other ranks have in the place of a key of an object's own state."""
+
+    def start(key: Any) -> str | None:
+        match = _OF_RANK.fullmatch(key) if isinstance(key, str) else None
+        return match and match[1]
+
+    own = set(own)
+    starts = {start(key) for key in own} - {None}
+    return {key for key in saved if key not in own and start(key) in starts}
+
+
 def keep_defaults(scope: Scope, state: frozenset[Any], options: Sequence[frozenset[str]]) -> Scope:
     """Return the scope of an optimizer's state in which some parts stay as they are.
 
@@ -137,7 +164,7 @@ def scope_of_dict(items: Mapping[Any, Any], scope: Scope) -> Scope:
 
 def _scope_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> Scope:
     by_key = {
-        key: Scope(adds=True, drops=True, is_optimizer=True, parameter=parameter)
+        key: Scope(adds=True, drops=True, is_optimizer=True, parameter=parameter, optimizer=type(optimizer))
         for key, parameter in zip(_keys_of_parameters(state), parameters_of(optimizer), strict=False)
     }
     # The number of groups and of their parameters is the optimizer's own; what else is in them may grow.

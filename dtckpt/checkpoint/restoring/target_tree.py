@@ -13,9 +13,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtckpt.checkpoint.leaves import is_stateful, is_tensor, mesh_of
+from dtckpt.checkpoint.low_bit_state import close_state, open_state
 from dtckpt.checkpoint.parameter_names import ParameterNames, parameters_of
 from dtckpt.checkpoint.per_client import PerClient
 from dtckpt.checkpoint.restoring.meta_tensors import state_of_module
+from dtckpt.checkpoint.shards import ShardMark, Shards, marks_in_state, shard_marks
 from dtckpt.errors import TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.containers import fields_of, name_of
@@ -38,25 +40,48 @@ class TargetTree:
         self._root = root
         # By id, with the object itself, so that no other one gets its id.
         self._states: dict[int, tuple[Any, Any]] = {}
+        self._opened: dict[int, tuple[TensorParts, Any]] = {}
+        self._marks: dict[int, ShardMark] = {}
+
+    @cached_property
+    def shard_marks(self) -> Mapping[int, ShardMark]:
+        """The marks of parameters, by their ids; see `dtckpt.checkpoint.shards.shard_marks`."""
+        return shard_marks()
+
+    def mark_of(self, tensor: Any) -> ShardMark | None:
+        """Return the mark of a tensor in the state of an object; None if it is not marked."""
+        return self._marks.get(id(tensor))
 
     def state_of(self, value: Any) -> Any:
         """Return the state of an object; of a module on the meta device with its very tensors, not detached ones."""
         if id(value) not in self._states:
             state = state_of_module(value) if isinstance(value, nn.Module) else value.state_dict()
+            if isinstance(value, Optimizer):
+                state, opened = open_state(state)
+                self._opened |= opened
+            self._marks |= marks_in_state(value, state, self.shard_marks)
             self._states[id(value)] = value, state
         return self._states[id(value)][1]
 
+    def close(self, value: Any, state: Any) -> Any:
+        """Return what an object loads, given its state (`state_of`) with new values."""
+        return close_state(state, self._opened) if isinstance(value, Optimizer) else state
+
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors, each with its last key, and the parameters of optimizers.
+        """Yield the tensors, each with its last key, and the parameters of optimizers; of parts, the global tensors.
 
         Raises:
             TreeError: The tree is too deep.
         """
         for path, value in self._walk(self.target, self._root):
-            if is_tensor(value):
-                yield path[-1] if path else "", value
+            key = path[-1] if path else ""
+            if isinstance(value, Shards):
+                yield key, value.whole(key)
+            elif is_tensor(value):
+                yield key, _whole(value, self.mark_of(value), key)
             else:
-                yield from (("", parameter) for parameter in parameters_of(value))
+                for parameter in parameters_of(value):
+                    yield "", _whole(parameter, self.shard_marks.get(id(parameter)), key)
 
     def root_meshes(self) -> set[Mesh]:
         """Return the meshes that the tensors lie on, of slices the whole meshes. Raises: as `tensors`."""
@@ -94,6 +119,10 @@ class TargetTree:
         elif (items := items_of_target(value)) is not None:
             for key, child in items.items() if isinstance(items, Mapping) else enumerate(items):
                 yield from self._walk(child, (*path, str(key)), depth + 1, enters_optimizers=enters_optimizers)
+
+
+def _whole(tensor: torch.Tensor, mark: ShardMark | None, name: str) -> torch.Tensor:
+    return tensor if mark is None else mark.whole(tensor, name)
 
 
 def is_stateful_target(target: Any) -> bool:

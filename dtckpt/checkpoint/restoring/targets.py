@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -19,11 +20,13 @@ from dtckpt.checkpoint.leaves import (
     is_tensor,
     with_arrays,
 )
+from dtckpt.checkpoint.low_bit_state import own_parts, restorer_of
 from dtckpt.checkpoint.options import RestoreOptions
-from dtckpt.checkpoint.parameter_names import parameters_of
+from dtckpt.checkpoint.parameter_names import memory_of, parameters_of
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
 from dtckpt.checkpoint.reading import dcp_files
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.reading.tensor_memory import new_memory
 from dtckpt.checkpoint.restoring.meta_tensors import MetaTensors, is_meta
 from dtckpt.checkpoint.restoring.object_states import (
@@ -31,6 +34,7 @@ from dtckpt.checkpoint.restoring.object_states import (
     Scope,
     is_optimizer_state,
     keep_defaults,
+    keys_of_other_ranks,
     scope_of_dict,
     scope_of_object,
 )
@@ -42,6 +46,7 @@ from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
 from dtckpt.checkpoint.restoring.target_tree import TargetTree, is_stateful_target, items_of_target
 from dtckpt.checkpoint.restoring.wrapper_prefixes import match_unwrapped
 from dtckpt.checkpoint.rng_state import RngState
+from dtckpt.checkpoint.shards import ShardMark, Shards
 from dtckpt.dtensor import DTensor
 from dtckpt.dtensor.torch_interop import KeptLayouts
 from dtckpt.errors import DTypeError, LayoutError, ShapeMismatchError, TensorNotFoundError, TreeError
@@ -87,6 +92,7 @@ def plan_target(
     matcher = _Matcher(checkpoint, client, target, layouts, of_parameters, has_text_keys=has_text_keys)
     renewed = matcher.visit(target.target, structure, at, CLOSED)
     matcher.visit_late()
+    matcher.find_tied()
     matcher.modules.validate_parameters()
 
     def finish() -> Any:
@@ -182,11 +188,20 @@ class _Matcher:
         self.loads: list[Callable[[], object]] = []
         self.last_loads: list[Callable[[], object]] = []
         self._late: list[Callable[[], object]] = []
+        self._filled: list[torch.Tensor] = []
+        self._lacking: dict[str, torch.Tensor] = {}
 
     def visit_late(self) -> None:
         """Plan the objects that come after the others: schedulers, whose state depends on their optimizer's."""
         for visit in self._late:
             visit()
+
+    def find_tied(self) -> None:
+        """Take what shares the memory of a tensor that is filled from the list of what is missing."""
+        if self._lacking:
+            filled = {memory_of(tensor) for tensor in self._filled} - {()}
+            tied = {path for path, tensor in self._lacking.items() if memory_of(tensor) in filled}
+            self.missing = [path for path in self.missing if path not in tied]
 
     def visit(self, target: Any, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
         """Plan one node; return a function that gives the node's new value after the reads.
@@ -200,7 +215,7 @@ class _Matcher:
         if scope.drops and self._is_replaced(target, node, scope):
             return self._take(node, path, scope)
         if is_tensor(target) or type(target) is np.ndarray:
-            return self._visit_tensor(target, node, path)
+            return self._visit_tensor(target, node, path, self._target.mark_of(target))
         if isinstance(target, enum.Enum) and "enum" in node:
             self.used.add("/".join(path))
             member = EnumMember(*node["enum"]).of(type(target), "/".join(path))
@@ -242,8 +257,15 @@ class _Matcher:
         return self._opened(node, "dict" if isinstance(items, Mapping) else "sequence") is None
 
     def _visit_tensor(
-        self, target: torch.Tensor | np.ndarray[Any, Any], node: trees.Node, path: tuple[str, ...]
+        self,
+        target: torch.Tensor | np.ndarray[Any, Any] | Shards,
+        node: trees.Node,
+        path: tuple[str, ...],
+        mark: ShardMark | None,
     ) -> Callable[[], Any]:
+        if isinstance(target, Shards):
+            memory_of_part = self._visit_tensor(target.tensor, node, path, target.shard_mark)
+            return lambda: target.assign(memory_of_part())
         name = trees.name_of_tensor(node)
         if name is None:
             raise self._misfit(node, "tensor", path)
@@ -258,8 +280,11 @@ class _Matcher:
             )
         self.used.add(name)
         # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
-        memory = self.modules.memory_of(target, name) if isinstance(target, torch.Tensor) else target
-        self.leaves.append((name, as_leaf(memory, name, self._kept)))
+        memory = target
+        if isinstance(target, torch.Tensor):
+            self._filled.append(target)
+            memory = self.modules.memory_of(target, name)
+        self._fill(name, memory, mark)
         return lambda: memory
 
     def _visit_object(
@@ -282,7 +307,7 @@ class _Matcher:
         self.modules.note_parameters(parameters_of(target), "/".join(path))
 
         def load() -> None:
-            target.load_state_dict(renewed())
+            target.load_state_dict(self._target.close(target, renewed()))
             # A copy to a tensor on the meta device does nothing; PyTorch only warns.
             if has_meta and any(is_meta(tensor) for _, tensor in TargetTree(target.state_dict()).tensors()):
                 raise DTypeError(
@@ -305,20 +330,41 @@ class _Matcher:
 
     def _take(self, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
         """Plan a node for which the target holds no tensors: take its plain values, and allocate its tensors."""
+        restore = None
+        if scope.is_optimizer and (names := trees.tensor_names(node)):
+            restore = restorer_of(node, scope.parameter, scope.optimizer, names[0])
+            node = node if restore is None else own_parts(node, scope.parameter)
         names = self._use(node, path)
         infos = {name: self._checkpoint.info(name) for name in names}
         # Before memory is taken: the shapes are claims of the manifest.
         self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
         arrays = set(trees.array_names(node))
-        new = {
-            name: new_memory(name, info.shape, info.dtype)
-            if name in arrays
-            else self._layouts.allocate(name, info, scope)
-            for name, info in infos.items()
-        }
-        self.leaves.extend((name, as_leaf(tensor, name, self._kept)) for name, tensor in new.items())
+        new: dict[str, torch.Tensor] = {}
+        for name, info in infos.items():
+            mark = None
+            if name in arrays:
+                new[name] = new_memory(name, info.shape, info.dtype)
+            else:
+                new[name], mark = self._allocate(name, info, scope)
+            self._fill(name, new[name], mark)
         made = with_arrays(new, arrays)
+        if restore is not None:
+            return lambda: restore(trees.build(node, made.__getitem__))
         return lambda: trees.build(node, made.__getitem__)
+
+    def _fill(self, name: str, memory: torch.Tensor | np.ndarray[Any, Any], mark: ShardMark | None) -> None:
+        """Note memory that is to be filled with a tensor, or with the part of it that a mark says."""
+        leaf = Shards.of(memory, mark) if mark is not None and isinstance(memory, torch.Tensor) else memory
+        self.leaves.append((name, as_leaf(leaf, name, self._kept)))
+
+    def _allocate(self, name: str, info: TensorInfo, scope: Scope) -> tuple[torch.Tensor, ShardMark | None]:
+        """Allocate a tensor that the target lacks; of the state of a marked parameter, this client's part."""
+        if (parameter := scope.parameter) is not None:
+            mark = self._target.shard_marks.get(id(parameter))
+            shape = None if mark is None else mark.shape_of_part(info.shape, parameter, name)
+            if shape is not None:
+                return self._layouts.allocate(name, replace(info, shape=shape), scope), mark
+        return self._layouts.allocate(name, info, scope), None
 
     def _use(self, node: trees.Node, path: tuple[str, ...]) -> list[str]:
         """Note that the target takes all that is below a node; return the names of its tensors."""
@@ -400,10 +446,15 @@ class _Matcher:
             elif key in scope.keeps:
                 plans[key] = partial(_same, child)
             elif not scope.drops:
-                (self.defaulted if is_plain(child) else self.missing).append("/".join((*path, str(key))))
+                where = "/".join((*path, str(key)))
+                (self.defaulted if is_plain(child) else self.missing).append(where)
+                if is_tensor(child):
+                    self._lacking[where] = child
         # A dict of optimizer state that is still empty is filled with what was saved.
         if scope.adds or (scope.fills and not items and isinstance(target, Mapping | SimpleNamespace)):
             taken = {*items, *saved_keys.values()}
+            # Clients ask for their own; what nobody asks for is unexpected.
+            taken |= set() if scope.drops else keys_of_other_ranks(items, nodes)
             plans |= {
                 key: self._take(child, (*path, str(key)), scope.below(key))
                 for key, child in nodes.items()

@@ -19,6 +19,7 @@ from dtckpt.checkpoint.saving.description import described
 from dtckpt.checkpoint.saving.exchange import DESCRIPTION_NAME, TREE_NAME, put_text, read_texts
 from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
 from dtckpt.checkpoint.saving.plan import SavePlan, kept_plan
+from dtckpt.checkpoint.saving.replica_rules import validate_rules_used
 from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.state import MemorySource, State
 from dtckpt.checkpoint.saving.stored_dtypes import validate_all_used
@@ -103,6 +104,7 @@ class SaveAttempt:
             else:
                 plan = prepared.plan_of_all() if agreement.is_same else exchange.take_union(agreement.union)
             validate_all_used(tuple(rule[0] for rule in self._options.stored_dtypes), plan)
+            validate_rules_used(self._options, plan)
             if plan is not prepared.plan:
                 # What was staged while the others were waited for is not what this client writes.
                 prepared = self._stage_state(replace(prepared, plan=plan, staged=None))

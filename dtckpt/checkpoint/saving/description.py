@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorSpec
+from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Copies, Holding, TensorSpec
 from dtckpt.format.digest import bytes_digest
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
@@ -38,8 +38,9 @@ class Description:
         tensors: list[tuple[str, int]] = []
         for spec in self.specs:
             # Most tensors of a model are like others; those share the object of their holdings, too.
-            key = id(spec.holdings), spec.shape, spec.dtype, spec.stored_dtype, spec.codec, spec.layout
-            tensors.append((spec.name, kinds.setdefault(key, len(kinds))))
+            placed = id(spec.holdings), spec.shape, spec.layout
+            kept = spec.dtype, spec.stored_dtype, spec.codec, spec.copies, spec.is_parameter
+            tensors.append((spec.name, kinds.setdefault((*placed, *kept), len(kinds))))
         by_kind = {kind: spec for spec, (_, kind) in zip(self.specs, tensors, strict=True)}
         described = [_kind_to_json(by_kind[kind], meshes) for kind in range(len(kinds))]
         texts = [mesh.portable().to_string() for mesh in meshes]
@@ -61,17 +62,27 @@ def _kind_to_json(spec: TensorSpec, meshes: dict[Mesh, int]) -> list[Any]:
     if spec.layout is not None:
         layout = [meshes.setdefault(spec.layout.mesh, len(meshes)), spec.layout.sharding_specs]
     holdings = [[holding.region.offset, holding.region.shape, holding.clients] for holding in spec.holdings]
-    return [spec.shape, spec.dtype, spec.stored_dtype, holdings, layout, spec.codec]
+    return [spec.shape, spec.dtype, spec.stored_dtype, holdings, layout, spec.codec, spec.copies, spec.is_parameter]
 
 
 def _kind_of_json(kind: Sequence[Any], meshes: Sequence[Mesh]) -> TensorSpec:
-    shape, dtype, stored_dtype, holdings, placed, codec = kind
+    shape, dtype, stored_dtype, holdings, placed, codec, copies, is_parameter = kind
     boxes = tuple(Holding(Region(tuple(at), tuple(size)), tuple(clients)) for at, size, clients in holdings)
     layout = None
     if placed is not None:
         mesh, specs = placed
         layout = Layout([tuple(spec) if isinstance(spec, list) else spec for spec in specs], meshes[mesh])
-    return TensorSpec("", tuple(shape), dtype, stored_dtype, boxes, layout, codec=codec)
+    return TensorSpec(
+        "",
+        tuple(shape),
+        dtype,
+        stored_dtype,
+        boxes,
+        layout,
+        codec=codec,
+        copies=Copies(copies),
+        is_parameter=is_parameter,
+    )
 
 
 @lru_cache(maxsize=KEPT_STRUCTURES)

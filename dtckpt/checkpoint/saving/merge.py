@@ -16,9 +16,11 @@ import numpy as np
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.saving.documents import documents_of_share, plan_documents
-from dtckpt.checkpoint.saving.plan import NO_CLIENT, SavePlan
+from dtckpt.checkpoint.saving.plan import NO_CLIENT, Copies, SavePlan
+from dtckpt.checkpoint.saving.replica_check import log_differing, mismatch_error
+from dtckpt.checkpoint.saving.union import PARTS_CURE
 from dtckpt.checkpoint.saving.write import CHUNKS_NAME, EDGES_PREFIX
-from dtckpt.errors import CheckpointCorruptError, ReplicaMismatchError, capped
+from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format.content import content_digest
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.dtypes import DTYPES
@@ -26,6 +28,12 @@ from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, ArrayKind, Manifes
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.zarr_tensorstore import DATABASE_NAME, client_folder, key_of, merge, sync_merged
+
+VALUES_CURE = (
+    "wrap what differs by client in dtckpt.PerClient; SaveOptions(check_replicas={pattern: False}) saves the lowest "
+    "client's"
+)
+"""What errors advise where clients pass different tensors that are no parameters."""
 
 
 def merge_clients(
@@ -132,14 +140,17 @@ def _entries(
 
 
 def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[int, Sequence[int]]]) -> None:
+    """Refuse copies that differ and must not; log the names of the others that differ."""
+    noted: list[str] = []
     for (position, box), by_digest in sorted(copies.items()):
         if len(by_digest) > 1:
             spec = plan.tensors[position].spec
-            sides = " differs from ".join(f"that of clients {capped(clients)}" for clients in by_digest.values())
-            raise ReplicaMismatchError(
-                f"copies of {spec.holdings[box].region} of tensor {spec.name!r} must be equal: {sides}; "
-                "wrap what differs by client in dtckpt.PerClient; nothing was committed"
-            )
+            if spec.copies is not Copies.EQUAL:
+                noted.append(spec.name)
+                continue
+            cure = f"{PARTS_CURE}; else training has diverged" if spec.is_parameter else VALUES_CURE
+            raise mismatch_error(spec.name, spec.holdings[box].region, list(by_digest.values()), cure)
+    log_differing(noted)
 
 
 def _chunk_list(folder: Folder, client: int, expected: int) -> checkpoint_pb2.ClientChunks:

@@ -16,6 +16,8 @@ from dtckpt.checkpoint.leaves import is_stateful
 from dtckpt.checkpoint.parameter_names import ParameterNames, named_state
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
 from dtckpt.checkpoint.rng_state import RngState
+from dtckpt.checkpoint.saving.replica_rules import Roles
+from dtckpt.checkpoint.shards import shard_marks, sharded_state
 from dtckpt.format.client_values import ClientValues
 from dtckpt.format.tree import Late
 
@@ -25,10 +27,15 @@ class ObjectStates:
 
     Args:
         client: The client's place among those that save.
+
+    Attributes:
+        roles: The roles of the tensors in the states that were returned.
     """
 
     def __init__(self, client: ClientNumber) -> None:
         self._client = client
+        self._marks = shard_marks()
+        self.roles = Roles()
         self._modules: list[tuple[nn.Module, str]] = []
         self._names: ParameterNames | None = None
 
@@ -39,12 +46,18 @@ class ObjectStates:
         if not is_stateful(value):
             return value
         if isinstance(value, Optimizer):
-            return Late(0, lambda leaves: named_state(value, self._names_of(leaves)))
+            return Late(0, lambda leaves: self._noted(value, named_state(value, self._names_of(leaves))))
         if isinstance(value, RngState):
             return Late(1, lambda _: value.state_dict())
         if isinstance(value, nn.Module):
             self._modules.append((value, path))
-        return value.state_dict()
+        return self._noted(value, value.state_dict())
+
+    def _noted(self, owner: Any, state: Any) -> Any:
+        """Return an object's state with `Shards` in place of marked tensors, and note the roles of its tensors."""
+        state = sharded_state(owner, state, self._marks)
+        self.roles.note(owner, state)
+        return state
 
     def _names_of(self, leaves: Mapping[str, Any]) -> ParameterNames:
         # Once: some jobs have an optimizer for each parameter.

@@ -12,6 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property, lru_cache
 from heapq import heapreplace
 from itertools import pairwise
@@ -37,6 +38,17 @@ ASSEMBLED_STEPS_PER_BOX = 8
 """Chunks per box and dim where one client puts all split chunks together: of most tensors it gets an eighth at most."""
 
 
+class Copies(StrEnum):
+    """What a save does where clients hold different copies of one value."""
+
+    EQUAL = "equal"
+    """It is refused."""
+    NOTED = "noted"
+    """The lowest client's copy is stored, and the leader's log names the tensor."""
+    FREE = "free"
+    """The lowest client's copy is stored; copies are not compared."""
+
+
 @dataclass(frozen=True, slots=True)
 class Holding:
     """One distinct box of a tensor and the clients that hold a copy of it, ascending."""
@@ -58,6 +70,8 @@ class TensorSpec:
         layout: Layout to be recorded; None for a plain tensor, or a slice of a larger one.
         content: Content digest that the stored elements must have, if it is known already.
         codec: The compression of chunks.
+        copies: What happens where copies of a box differ.
+        is_parameter: Whether it is a parameter, or of the state of one: errors then tell how to save parts of it.
     """
 
     name: str
@@ -68,6 +82,15 @@ class TensorSpec:
     layout: Layout | None = None
     content: int | None = None
     codec: str = NO_CODEC
+    copies: Copies = Copies.EQUAL
+    is_parameter: bool = False
+
+    @property
+    def given(self) -> tuple[Holding, ...]:
+        """The boxes, each with the clients that may write it: of copies that may differ, the lowest client's."""
+        if self.copies is Copies.EQUAL:
+            return self.holdings
+        return tuple(Holding(holding.region, holding.clients[:1]) for holding in self.holdings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,13 +278,13 @@ def plan_save(
     paths = array_paths(merged)
     loads: dict[int, int] = {}
     # Most tensors of a model are like others; those of the same shape, dtype and holders share a draft.
-    drafts_by_kind: dict[tuple[int, tuple[int, ...], str], _Draft] = {}
+    drafts_by_kind: dict[tuple[int, tuple[int, ...], str, bool], _Draft] = {}
     drafts: list[_Draft] = []
     listed = [spec for _, spec in sorted(merged.items())]
     for spec in listed:
         # `holdings_of` and `copies_of` return one object for equal arguments. The specs keep it alive, so its id stays
         # its own.
-        key = id(spec.holdings), spec.shape, spec.stored_dtype
+        key = id(spec.holdings), spec.shape, spec.stored_dtype, spec.copies is Copies.EQUAL
         draft = drafts_by_kind[key] = drafts_by_kind.get(key) or _draft(spec, max_chunk_nbytes, assembler)
         drafts.append(draft)
     # Draft by draft, not tensor by tensor: there may be thousands of tensors, each with a load on thousands of clients.
@@ -379,7 +402,14 @@ def _merge_slices(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
         if clash:
             raise SliceError(f"slices of tensor {spec.name!r} overlap; got {clash[0]} and {clash[1]}")
         merged[spec.name] = TensorSpec(
-            spec.name, spec.shape, spec.dtype, spec.stored_dtype, other.holdings + spec.holdings, codec=spec.codec
+            spec.name,
+            spec.shape,
+            spec.dtype,
+            spec.stored_dtype,
+            other.holdings + spec.holdings,
+            codec=spec.codec,
+            copies=spec.copies,
+            is_parameter=spec.is_parameter,
         )
     return merged
 
@@ -424,7 +454,7 @@ def _draft_on_grid(spec: TensorSpec, grid: ChunkGrid, assembler: int | None) -> 
     loads: dict[int, int] = {}
     shared: dict[int, tuple[int, tuple[int, ...]]] = {}
     split: dict[int, list[Holding]] = {}
-    for holding in spec.holdings:
+    for holding in spec.given:
         region, client = holding.region, holding.clients[0]
         # The usual case, by one assignment: a shard may have thousands of chunks.
         if len(holding.clients) == 1 and (chunks := _whole_chunks(grid, region)):

@@ -6,7 +6,8 @@ that writes a chunk digests it anyway, so its own copy costs nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -15,10 +16,12 @@ import numpy as np
 
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.saving.digests import TensorDigests
-from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, SavePlan, TensorPlan
-from dtckpt.errors import ReplicaMismatchError
+from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Copies, SavePlan, TensorPlan
+from dtckpt.errors import ReplicaMismatchError, capped
 from dtckpt.format.digest import Blocks, bytes_digest, digest_chunk
 from dtckpt.layout.region import Region
+
+logger = logging.getLogger("dtckpt.checkpoint")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +93,8 @@ def copy_digests(
         ReplicaMismatchError: Two of its copies differ.
     """
     for position, item in enumerate(plan.tensors):
+        if item.spec.copies is Copies.FREE:
+            continue
         # A chunk that was written as it lies in memory need not be digested again.
         is_same = item.spec.stored_dtype == item.spec.dtype and position in written
         chunk_digests = written[position].chunks if is_same else {}
@@ -103,13 +108,38 @@ def copy_digests(
                 _copy_digest(item, holding.region, copy, {} if number else chunk_digests)
                 for number, copy in enumerate(copies)
             ]
-            if len(set(digests)) > 1:
+            if len(set(digests)) > 1 and item.spec.copies is Copies.EQUAL:
                 raise ReplicaMismatchError(
                     f"copies of {holding.region} of tensor {item.spec.name!r} differ between the devices of client "
                     f"{client}"
                 )
             if len(holding.clients) > 1:
                 yield checkpoint_pb2.CopyDigest(tensor=position, box=box, digest=digests[0])
+
+
+def mismatch_error(name: str, box: Region, sides: Sequence[Sequence[int]], cure: str) -> ReplicaMismatchError:
+    """Return the error for copies that differ between clients.
+
+    Args:
+        name: The tensor's name.
+        box: The box of which they have copies.
+        sides: The clients whose copies are equal, for each of the different copies.
+        cure: What to do.
+    """
+    differing = " differs from ".join(f"that of clients {capped(clients)}" for clients in sides)
+    return ReplicaMismatchError(
+        f"copies of {box} of tensor {name!r} must be equal: {differing}; {cure}; nothing was committed"
+    )
+
+
+def log_differing(names: Iterable[str]) -> None:
+    """Tell of buffers whose copies differ between clients, as they may: one line."""
+    if found := list(dict.fromkeys(names)):
+        logger.warning(
+            "%d buffers differ between clients, as they may; each is saved as the lowest client that has it: %s",
+            len(found),
+            capped(map(repr, found)),
+        )
 
 
 def _copy_digest(plan: TensorPlan, box: Region, copy: Copy, written: Mapping[int, int]) -> int:

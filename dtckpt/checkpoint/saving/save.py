@@ -42,9 +42,10 @@ def save(
 
     Args:
         path: Directory of the checkpoint, whose parents are made; or a URL.
-        tree: Nested containers of DTensors (also PyTorch's), tensors (a copy on every client that passes them), plain
-            values, and objects with ``state_dict()`` and ``load_state_dict()``. Containers are dicts, lists,
-            tuples, those of `collections`, namespaces, named tuples and dataclasses; see docs/checkpointing.md.
+        tree: Nested containers of DTensors (also PyTorch's), tensors (a copy on every client that passes them, or parts
+            as `Shards`), plain values, and objects with ``state_dict()`` and ``load_state_dict()``. Containers are
+            dicts, lists, tuples, those of `collections`, namespaces, named tuples and dataclasses; see
+            docs/checkpointing.md.
         options: See `SaveOptions`.
         step: The step of the training run, from 0 on, which tells which save this is. Clients compare it, so that a
             save that one of them began alone, or skipped, is never joined to another step of the others. Default:
@@ -62,7 +63,7 @@ def save(
             with ``SaveOptions(keys="same")``, some clients lack a key; or clients are at different saves. Nothing is
             committed then, and the next save finds them level.
         ComponentError: Clients disagree on a tensor's shape, dtype or layout.
-        ReplicaMismatchError: Copies of one value differ.
+        ReplicaMismatchError: Copies of one value differ; see `SaveOptions.check_replicas`, `Shards` and `PerClient`.
         MeshError: ``group`` lacks this client, or names one that the job does not have.
         ConfigError: The step is none.
         ClientLostError: A client died.

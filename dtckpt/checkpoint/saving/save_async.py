@@ -11,8 +11,10 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.saving import save_handle
-from dtckpt.checkpoint.saving.attempt import SaveAttempt
+from dtckpt.checkpoint.saving.attempt import BegunSave, SaveAttempt
+from dtckpt.checkpoint.saving.buckets import BucketSource, stage_in_buckets
 from dtckpt.checkpoint.saving.plan import SavePlan
+from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save_handle import SaveHandle, SaveProgress, SaveStats
 from dtckpt.checkpoint.saving.staging import StagingMemory
 from dtckpt.checkpoint.saving.state import State, state_of_tree
@@ -37,7 +39,8 @@ def save_async(
     """Save a state tree in the background; return when it is copied to host memory and all clients agree on it.
 
     Later changes of the tensors do not change the checkpoint. The host memory is kept for the next save. The call
-    plans and copies; digests, writing and the commit follow in the background.
+    plans and copies; digests, writing and the commit follow in the background. With ``options.staging_nbytes`` the
+    copies that wait to be written are bounded, and the call also writes all but the last of them.
 
     One save at a time is in flight in a process: a further `save_async` or `save`, or a restore over several clients,
     waits for it. If a save fails and nobody looks at its handle, the next `save_async` or `save` raises its error. A
@@ -110,8 +113,11 @@ def start_save(
     start = time.monotonic()
 
     def stage(state: State, plan: SavePlan, collective: Collective) -> State:
+        with_copies, nbytes = bool(options.check_replicas), options.staging_nbytes
+        if nbytes is not None:
+            return stage_in_buckets(state, plan, collective.client, with_copies=with_copies, nbytes=nbytes)
         return _staging_memory.stage(
-            state, plan, collective.client, with_copies=options.check_replicas, count=collective.phases.count
+            state, plan, collective.client, with_copies=with_copies, count=collective.phases.count
         )
 
     attempt = SaveAttempt(
@@ -126,9 +132,22 @@ def start_save(
         begun = attempt.begin()
         # If the save cannot begin, the stack releases the locks; from here on the background thread does.
         locks = stack.pop_all()
+    buckets = begun.state.source if isinstance(begun.state.source, BucketSource) else None
     # The time for which the program, and so training, stood still.
     blocking_s = time.monotonic() - start
     # The locks are released before ``then`` is called: other saves need not wait for the removal of old checkpoints.
     handle = SaveHandle(begun.where, attempt.collective.phases, timeout_s=options.timeout_s, blocking_s=blocking_s)
-    handle.launch(begun.complete, locks, then)
+    if buckets is None:
+        handle.launch(begun.complete, locks, then)
+        return handle
+    handle.launch(lambda: _complete(begun, buckets), locks, then)
+    buckets.wait()
+    handle.blocking_s = time.monotonic() - start
     return handle
+
+
+def _complete(begun: BegunSave, buckets: BucketSource) -> SaveReport:
+    try:
+        return begun.complete()
+    finally:
+        buckets.end()

@@ -67,7 +67,7 @@ class SaveHandle:
         self.path = path
         self.timeout_s = timeout_s
         self._phases = phases
-        self._blocking_s = blocking_s
+        self.blocking_s = blocking_s
         self._ended = threading.Event()
         self._report: SaveReport | None = None
         self._failure: BaseException | None = None
@@ -107,6 +107,11 @@ class SaveHandle:
         return self._ended.is_set()
 
     @property
+    def is_busy(self) -> bool:
+        """Whether the save, or the call that follows it (see `launch`), goes on."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def is_committed(self) -> bool:
         """Whether the save has ended well."""
         return self._report is not None
@@ -134,7 +139,7 @@ class SaveHandle:
     @property
     def stats(self) -> SaveStats:
         """The cost of the save so far."""
-        return SaveStats(self._phases.costs, self._blocking_s)
+        return SaveStats(self._phases.costs, self.blocking_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the save and for the call that follows it (see `launch`); return whether the save has ended.

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from dtckpt.checkpoint.leaves import host_array, is_elsewhere
-from dtckpt.checkpoint.saving.plan import SavePlan, TensorPlan
+from dtckpt.checkpoint.saving.plan import Copies, SavePlan, TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy, part_digests, shared_boxes, written_as_held
 from dtckpt.checkpoint.saving.state import MemorySource, State
 from dtckpt.comm import host_memory, torch_private
@@ -79,8 +79,9 @@ class StagingMemory:
         noted: dict[tuple[str, Region], list[Copy]] = {}
         for item, shared in zip(plan.tensors, shared_boxes(plan, client), strict=True):
             name, written = item.spec.name, list(written_regions(item, client))
+            compares = with_copies and item.spec.copies is not Copies.FREE
             for box, copies in state.source.parts(name):
-                is_compared = with_copies and (box in shared or len(copies) > 1)
+                is_compared = compares and (box in shared or len(copies) > 1)
                 is_noted = is_compared and not any(map(is_elsewhere, copies))
                 if is_noted:
                     noted[name, box] = _noted(item, box, copies, client)

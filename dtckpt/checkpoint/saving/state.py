@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.saving.object_states import ObjectStates
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, TensorSpec, copies_of, holdings_of
 from dtckpt.checkpoint.saving.replica_check import Copy
+from dtckpt.checkpoint.saving.replica_rules import ReplicaRules, Role
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
 from dtckpt.checkpoint.saving.write import Source
+from dtckpt.checkpoint.shards import Shards
 from dtckpt.dtensor.torch_interop import KeptLayouts
 from dtckpt.errors import SliceError
 from dtckpt.format import tree as trees
@@ -58,17 +61,25 @@ def state_of_tree(tree: Any, options: SaveOptions, client: int, clients: Sequenc
         client: This client.
         clients: The clients that save.
     """
-    leaves, structure = trees.flatten(tree, is_tensor, ObjectStates(ClientNumber.among(client, clients)))
+    leaves, structure, roles = flatten_state(tree, ClientNumber.among(client, clients))
     entries = [(name, value, "") for name, value in leaves.items()]
-    return state_of_tensors(entries, options, clients=clients, structure=structure, with_root_meshes=True)
+    return state_of_tensors(entries, options, clients=clients, structure=structure, roles=roles, with_root_meshes=True)
+
+
+def flatten_state(tree: Any, client: ClientNumber) -> tuple[dict[str, Any], trees.Node, dict[str, Role]]:
+    """Return the tensors of a state tree by name, its structure, and the roles of the tensors by name."""
+    states = ObjectStates(client)
+    leaves, structure = trees.flatten(tree, is_tensor, states)
+    return leaves, structure, {name: states.roles.of(leaf) for name, leaf in leaves.items()}
 
 
 def state_of_tensors(
-    entries: Sequence[tuple[str, torch.Tensor | np.ndarray[Any, Any], str]],
+    entries: Sequence[tuple[str, torch.Tensor | np.ndarray[Any, Any] | Shards, str]],
     options: SaveOptions,
     *,
     clients: Sequence[int],
     structure: trees.Node | None = None,
+    roles: Mapping[str, Role] = MappingProxyType({}),
     with_root_meshes: bool = False,
 ) -> State:
     """Describe named tensors for a save.
@@ -78,6 +89,7 @@ def state_of_tensors(
         options: See `SaveOptions`.
         clients: The clients that hold a copy of the plain tensors.
         structure: Structure of the state tree and its plain values.
+        roles: The roles of tensors, by name, where they have one.
         with_root_meshes: Whether a tensor on a slice of a mesh is on all slices, and its layout that on the root mesh.
     """
     validate_mode()
@@ -92,6 +104,7 @@ def state_of_tensors(
                 leaf.save_as_bf16,
                 root_layout(leaf.layout) if with_root_meshes and leaf.layout is not None else leaf.layout,
                 slice_text,
+                roles.get(name, Role()),
             )
             for (name, _, slice_text), leaf in zip(entries, leaves, strict=True)
         )
@@ -104,23 +117,26 @@ def state_of_tensors(
             parts.setdefault(name, []).extend(boxes)
         # Only the options that the specs depend on: saves that differ in others then share their specs and their plan.
         spec_options = SaveOptions(
-            save_as_bf16=options.save_as_bf16, stored_dtypes=options.stored_dtypes, codec=options.codec
+            save_as_bf16=options.save_as_bf16,
+            stored_dtypes=options.stored_dtypes,
+            codec=options.codec,
+            check_replicas=options.replica_rules,
         )
         specs = _specs(kinds, spec_options, tuple(clients))
         tree, values = (b"", ()) if structure is None else (trees.dump(structure), tuple(value_paths(structure)))
     return State(specs, MemorySource(parts), tree, values)
 
 
-_Described = tuple[str, tuple[int, ...], str, bool, Layout | None, str]
-"""A tensor to be saved: name, shape, dtype, whether it asks for bfloat16, layout, slice string."""
+_Described = tuple[str, tuple[int, ...], str, bool, Layout | None, str, Role]
+"""A tensor to be saved: name, shape, dtype, whether it asks for bfloat16, layout, slice string, role."""
 
 
 @lru_cache(maxsize=KEPT_STRUCTURES)
 def _specs(tensors: tuple[_Described, ...], options: SaveOptions, clients: tuple[int, ...]) -> tuple[TensorSpec, ...]:
     """Return the specs of the tensors: the very same objects for the same structure, so that its kept plan is found."""
     specs: list[TensorSpec] = []
-    rules, codec = StoredDtypes(options), options.codec or NO_CODEC
-    for name, shape, dtype, save_as_bf16, layout, slice_text in tensors:
+    rules, replica_rules, codec = StoredDtypes(options), ReplicaRules(options), options.codec or NO_CODEC
+    for name, shape, dtype, save_as_bf16, layout, slice_text, role in tensors:
         in_whole = parse_slice_spec(slice_text, shape)
         stored = rules.choose(name, dtype, save_as_bf16=save_as_bf16)
         holdings = copies_of(clients, shape) if layout is None else holdings_of(layout, shape)
@@ -128,7 +144,9 @@ def _specs(tensors: tuple[_Described, ...], options: SaveOptions, clients: tuple
             holdings = tuple(Holding(item.region.translate(in_whole.region.offset), item.clients) for item in holdings)
         # A layout says nothing of a larger tensor that this one is a slice of.
         kept = layout if in_whole.full_shape == shape else None
-        specs.append(TensorSpec(name, in_whole.full_shape, dtype, stored, holdings, kept, codec=codec))
+        copies = replica_rules.choose(name, role)
+        facts = name, in_whole.full_shape, dtype, stored, holdings, kept
+        specs.append(TensorSpec(*facts, codec=codec, copies=copies, is_parameter=role.is_parameter))
     return tuple(specs)
 
 

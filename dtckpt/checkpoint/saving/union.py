@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from dtckpt.checkpoint.saving.description import Description
-from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorSpec
+from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Copies, Holding, TensorSpec
 from dtckpt.errors import ComponentError, SaveDisagreementError, capped
 from dtckpt.layout.region import Region
 
@@ -27,6 +27,11 @@ Clients = tuple[int, ...]
 Claim = tuple[Clients, TensorSpec]
 """Some clients, ascending, and a tensor as all of them describe it."""
 
+PARTS_CURE = (
+    "if clients hold parts of one parameter, as experts are, say so by dtckpt.Shards.mark(module, ...), or wrap the "
+    "tensor in dtckpt.Shards"
+)
+"""What errors advise where clients pass different tensors as one parameter."""
 _PAIRS_AT_ONCE = 1 << 20
 """Boxes are compared in pairs, so many at a time."""
 
@@ -50,7 +55,7 @@ def unite(descriptions: Mapping[Clients, Description]) -> tuple[TensorSpec, ...]
     united: list[TensorSpec] = []
     for name, each in claims.items():
         key = tuple((clients, id(spec.holdings)) for clients, spec in each)
-        _validate_same_kind(name, each)
+        validate_same_kind(name, each)
         if key not in holdings:
             holdings[key] = _united_holdings(name, each)
         # All clients take the same one, so all write the same layout into the manifest.
@@ -65,6 +70,9 @@ def unite(descriptions: Mapping[Clients, Description]) -> tuple[TensorSpec, ...]
                 first.layout,
                 first.content,
                 codec=first.codec,
+                # Copies may differ if all clients say so.
+                copies=next((spec.copies for _, spec in each if spec.copies is Copies.EQUAL), first.copies),
+                is_parameter=any(spec.is_parameter for _, spec in each),
             )
         )
     return tuple(united)
@@ -116,15 +124,30 @@ def validate_same_names(descriptions: Mapping[Clients, Description], per_client:
             )
 
 
-def _validate_same_kind(name: str, claims: Sequence[Claim]) -> None:
+def validate_same_kind(name: str, claims: Sequence[Claim]) -> None:
+    """Check that clients describe a tensor alike.
+
+    Raises:
+        ComponentError: They disagree on its shape or dtype.
+    """
     clients, first = claims[0]
     for others, spec in claims[1:]:
         if _kind(spec) != _kind(first):
             raise ComponentError(
                 f"{_these(clients)} and {_these(others)} disagree on tensor {name!r}; got {_kind_text(first)} and "
-                f"{_kind_text(spec)}; pass the same tensor on every client that passes the name, or give other tensors "
-                "other names"
+                f"{_kind_text(spec)}; {_cure(claims[0], (others, spec))}pass the same tensor on every client that "
+                "passes the name, or give other tensors other names"
             )
+
+
+def _cure(*claims: Claim) -> str:
+    """Return, for an error about two claims on a tensor, what makes them parts of one, if they may be."""
+    if all(spec.layout is None for _, spec in claims):
+        return f"{PARTS_CURE}; else " if any(spec.is_parameter for _, spec in claims) else ""
+    held = [box.region.shape for clients, spec in claims for box in spec.holdings if clients[0] in box.clients]
+    if any(spec.layout is None for _, spec in claims) or len(held) < 2 or held[0] == held[1]:
+        return ""
+    return f"parts of dtckpt.Shards that differ in size, here of shapes {held[0]} and {held[1]}, need size=; else "
 
 
 def _kind(spec: TensorSpec) -> tuple[object, ...]:

@@ -106,7 +106,7 @@ def simulate(
     saving, restoring = _Job.of(mesh, machine), _Job.of(target_mesh, machine)
     saved = saved_bytes(plan, saving.num_clients)
     nbytes, digests_nbytes = sum(info.nbytes for info in infos.values()), _DIGEST_NBYTES * plan.owners.size
-    save = _save(plan, saved, saving, digests_nbytes, check_replicas=options.check_replicas)
+    save = _save(plan, saved, saving, digests_nbytes, check_replicas=bool(options.check_replicas))
     tensors, clients = stored_tensors(infos, targets), restoring.sample(sample)
     held = held_bytes(tensors, restoring.num_clients)[clients]
     operations = [save]

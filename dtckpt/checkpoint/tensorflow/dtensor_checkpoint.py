@@ -7,19 +7,17 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from dtckpt.checkpoint.leaves import Stateful, is_tensor, mesh_of
+from dtckpt.checkpoint.leaves import Stateful, mesh_of
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.plan import RestorePlan
 from dtckpt.checkpoint.restoring.restore import run_restore
-from dtckpt.checkpoint.saving.object_states import ObjectStates
 from dtckpt.checkpoint.saving.save import save_state
-from dtckpt.checkpoint.saving.state import State, state_of_tensors
+from dtckpt.checkpoint.saving.state import State, flatten_state, state_of_tensors
 from dtckpt.checkpoint.tensorflow.tracking import Node, Path, Restoration, RestoreStatus
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.errors import ConfigError, MeshError, MeshTypeError, TreeError, capped
-from dtckpt.format import tree as trees
 from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.location import Location
 
@@ -191,14 +189,14 @@ class DTensorCheckpoint(Node):
 
         def collect() -> State:
             self._latest.validate_settled()
-            leaves, structure = trees.flatten(self._tree(counter), is_tensor, ObjectStates(self._number()))
+            leaves, structure, roles = flatten_state(self._tree(counter), self._number())
             for name, tensor in leaves.items():
                 if mesh_of(tensor) not in (None, self._mesh):
                     raise MeshError(
                         f"tensor {name!r} is on another mesh; got {mesh_of(tensor)}, expected {self._mesh.to_string()}"
                     )
             entries = [(name, tensor, "") for name, tensor in leaves.items()]
-            return state_of_tensors(entries, options, clients=self._mesh.clients, structure=structure)
+            return state_of_tensors(entries, options, clients=self._mesh.clients, structure=structure, roles=roles)
 
         save_state(path, collect, options=options, participants=self._mesh.clients)
         return path

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 
-from dtckpt.checkpoint.saving.plan import NO_CLIENT, SavePlan, TensorPlan
+from dtckpt.checkpoint.saving.plan import NO_CLIENT, Copies, SavePlan, TensorPlan
 from dtckpt.layout.region import Region
 
 NearCopies = Mapping[str, tuple[Region, ...]]
@@ -41,6 +41,9 @@ def near_copies(plan: SavePlan, client: int, neighbours: tuple[int, ...]) -> Nea
     boxes_of: dict[int, list[tuple[Region, tuple[int, ...]]]] = {}
     found: dict[str, tuple[Region, ...]] = {}
     for tensor in plan.tensors:
+        # Every host gets the lowest client's copy back, not one of its own that may differ.
+        if tensor.spec.copies is not Copies.EQUAL:
+            continue
         holdings = tensor.spec.holdings
         boxes = boxes_of.get(id(holdings))
         if boxes is None:

@@ -192,7 +192,8 @@ def explain(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.d
     viewer = source.mesh.clients[0]
     layout = _seen_by(viewer, source)
     steps = []
-    for step in plan_path(layout, _seen_by(viewer, target), shape):
+    is_rounded = not (dtype.is_floating_point or dtype.is_complex)
+    for step in plan_path(layout, _seen_by(viewer, target), shape, is_rounded=is_rounded):
         steps.append(_explain_step(layout, step, shape, dtype))
         layout = step
     bounds = _as_traffic(layout, _lower_bounds(source, layout, shape), {}, {}, dtype)

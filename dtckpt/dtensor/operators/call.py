@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -129,8 +129,8 @@ class Call:
         try:
             return list(tensors_in([run_on_meta(self.func, self.args, self.kwargs, self.tensors)]))
         # Other errors are the operator's own about its arguments, and reach the caller before anything moves.
-        # Those reach it otherwise, too, if they are TypeErrors; some meta kernels raise these for empty tensors.
-        except (NotImplementedError, TypeError) as error:
+        # Those reach it otherwise, too, if they are of these classes; some meta kernels raise these for empty tensors.
+        except (NotImplementedError, TypeError, ZeroDivisionError) as error:
             raise UnknownResultError from error
 
     @property
@@ -242,6 +242,16 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Any]:
             yield value
         elif isinstance(value, list | tuple):
             yield from tensors_in(value)
+
+
+def raise_versions(func: Operator, written: Iterable[torch.Tensor]) -> None:
+    """Raise the version counters of tensors that an operator has written to below autograd, if nobody else does.
+
+    PyTorch raises them where a tensor is an argument itself. Of those in lists it leaves that to the operators, and
+    those of fused steps do not.
+    """
+    if func.name().startswith("aten::_foreach_"):
+        torch.autograd.graph.increment_version(list(written))
 
 
 def numbers_in(values: Sequence[Any]) -> Iterator[Any]:

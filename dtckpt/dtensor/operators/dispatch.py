@@ -33,6 +33,7 @@ from dtckpt.dtensor.operators.call import (
     Operator,
     UnknownResultError,
     functional_of,
+    raise_versions,
     replace_tensors,
     signature_of,
     tensors_in,
@@ -199,6 +200,7 @@ def _run_with_plain_tensors(func: Operator, args: Sequence[Any], kwargs: Mapping
         unread = tensors
     dtensors = to_dtensors(tensors, mesh, unread)
     result = dispatch(func, *replace_tensors(args, kwargs, dtensors))
+    raise_versions(func, [one for one in written if not isinstance(one, DTensor)])
     for tensor, dtensor in zip(tensors, dtensors, strict=True):
         if not isinstance(tensor, DTensor) and any(tensor is one for one in written) and dtensor.components:
             tensor.resize_(dtensor.shape).copy_(to_replicated([dtensor])[0].components[0])

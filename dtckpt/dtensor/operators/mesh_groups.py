@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dtckpt.dtensor.operators.call import Operator, tensors_in
+from dtckpt.dtensor.operators.call import Call, Operator, raise_versions, signature_of, tensors_in
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.layout.mesh import Mesh
 
@@ -95,6 +95,14 @@ def run_groups(func: Operator, groups: Sequence[MeshGroup], dispatch: Callable[.
     results: dict[int, Any] = {}
     for group in groups:
         has_mesh = any(isinstance(one, DTensor) for one in tensors_in((*group.args, *group.kwargs.values())))
-        found = dispatch(func, group.args, group.kwargs) if has_mesh else func(*group.args, **group.kwargs)
+        found = (dispatch if has_mesh else _run_on_plain_tensors)(func, group.args, group.kwargs)
         results.update(zip(group.indices, found or (), strict=False))
     return [results[index] for index in sorted(results)] if results else None
+
+
+def _run_on_plain_tensors(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator on plain tensors as autograd would, below which it is called."""
+    results = func(*args, **kwargs)
+    call = Call(func, tuple(args), kwargs)
+    raise_versions(func, tensors_in([call[name] for name in signature_of(func).written]))
+    return results

@@ -46,6 +46,16 @@ def _contiguous(result: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(result.shape, device="meta")
 
 
+def _as_rolled(result: torch.Tensor, tensor: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+    """Return what the kernel makes of the parts of each dim by ``cat``, which keeps a memory format."""
+    if not dims or not tensor.numel():
+        return result
+    for shift, dim in zip(shifts, dims, strict=True):
+        first, last = tensor.tensor_split([-shift % tensor.shape[dim]], dim)
+        tensor = torch.cat([last, first], dim)
+    return tensor
+
+
 _CORRECTIONS: dict[Any, Callable[..., torch.Tensor]] = {
     **dict.fromkeys((_aten.copysign.Tensor, _aten.floor_divide.default), _as_pair),
     **dict.fromkeys((_aten.div.Tensor_mode, _aten.native_dropout_backward.default), _as_pair),
@@ -63,6 +73,7 @@ _CORRECTIONS: dict[Any, Callable[..., torch.Tensor]] = {
         ),
         _as_image,
     ),
+    _aten.roll.default: _as_rolled,
     **dict.fromkeys((_aten.nll_loss2d_forward.default, _aten.rrelu_with_noise.default), _contiguous),
 }
 """By operator, what returns a tensor with the strides of the first result, from that result and the arguments."""

@@ -180,6 +180,16 @@ def track_view(view: DTensor, source: DTensor, call: Any, number: int | None, lo
     view._view = View(alias_of(source), call.func, call.args, call.kwargs, number, count, local)
 
 
+def in_layout(tensor: DTensor, layout: Layout) -> DTensor:
+    """Return a tensor in another layout; what is written to either reaches the other.
+
+    Collective: As `redistribute`.
+    """
+    moved = redistribute(tensor, layout)
+    track_view(moved, tensor, Call(_ALIAS, (tensor,), {}), None)
+    return moved
+
+
 # --- changes of shape in place ------------------------------------------------------------------------------------
 
 
@@ -337,6 +347,8 @@ def write_through(tensor: DTensor) -> None:
     with torch.no_grad():
         if view.local is not None:
             _write_locally(tensor, view, view.local)
+        elif view.func is _ALIAS:
+            _write_all(tensor, view)
         elif view.func in _INDEX_VIEWS and view.source.ndim:
             _write_indices(tensor, view)
         else:
@@ -360,6 +372,16 @@ def _write_locally(tensor: DTensor, view: View, local: LocalView) -> None:
         _copy(view.pick(local(copy, device)), value)
         component.copy_(copy)
 
+
+def _write_all(tensor: DTensor, view: View) -> None:
+    """Write a view that has all elements of its source, in another layout."""
+    # The source does not have the new values yet: a refresh from it would undo them, so there is none meanwhile.
+    tensor._view = None
+    write_into(tensor, view.source)
+    tensor._view = view
+
+
+_ALIAS = torch.ops.aten.alias.default
 
 _INDEX_VIEWS = frozenset({torch.ops.aten.select.int, torch.ops.aten.slice.Tensor})
 """View operators that take some indices along one dim."""
@@ -406,7 +428,7 @@ def _write_indices(tensor: DTensor, view: View) -> None:
     specs: list[Any] = list(layout.sharding_specs)
     is_select = view.func is torch.ops.aten.select.int
     specs[len(before) : len(before) + 1] = [] if is_select else [UNSHARDED]
-    # The source does not have the new values yet: a refresh from it would undo them, so there is none meanwhile.
+    # As in `_write_all`: no refresh before the source has the new values.
     tensor._view = None
     (moved,) = to_layouts([tensor], [Layout(specs, layout.mesh, layout.partial)])
     values = moved.components
@@ -427,7 +449,7 @@ def _write_replicated(tensor: DTensor, view: View) -> None:
     # Bound: each device holds all of the source meanwhile. The inverse of an arbitrary view is not known, but a view of
     # a copy can be written to.
     (source,) = to_replicated([target], is_copied=True)
-    # As in `_write_indices`: no refresh before the source has the new values.
+    # As in `_write_all`: no refresh before the source has the new values.
     tensor._view = None
     (moved,) = to_replicated([tensor])
     values = moved.components

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -10,10 +10,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.saving.plan import SavePlan
+from dtckpt.checkpoint.saving.replica_rules import ReplicaRules
 from dtckpt.errors import SaveDisagreementError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.manifest import PhaseCost
-from dtckpt.interop.dcp.state_items import is_path, path_of, tree_of
+from dtckpt.interop.dcp.copies import Copies, validate_copies, validate_kinds
+from dtckpt.interop.dcp.state_items import is_path, name_of, path_of, tree_of
 from dtckpt.interop.dcp.write_plan import TensorBoxes, boxes_of_results, plan_written
 from dtckpt.layout.layout import Layout
 
@@ -25,24 +27,28 @@ class ClientPart:
     Args:
         token: The attempt that it wrote to.
         topic: The topic of its plan.
-        chunk_list: Digest of the file of its chunk list.
+        chunk_list: Digest of the file of its chunk list; None if it has written nothing.
+        dtypes: The dtypes in which it has written tensors, by name.
         values: The nodes of its items that are no tensors, by key.
         inner: The tensors inside of those.
         layouts: The layouts of its tensors, by name.
+        copies: What it has of the items of which others have copies.
         costs: Cost of its phases.
     """
 
     token: str
     topic: bytes
-    chunk_list: int
+    chunk_list: int | None
+    dtypes: Mapping[str, str]
     values: Mapping[str, trees.Node]
     inner: tuple[TensorBoxes, ...]
     layouts: Mapping[str, Layout]
+    copies: Copies
     costs: Mapping[str, PhaseCost]
 
 
 def parts_of(results: Sequence[Sequence[WriteResult]], token: str) -> dict[int, ClientPart]:
-    """Return what the ranks tell with their results; ranks that have written nothing are left out.
+    """Return what the ranks tell with their results; ranks with nothing to write or to compare are left out.
 
     Args:
         results: The results of all ranks.
@@ -53,12 +59,12 @@ def parts_of(results: Sequence[Sequence[WriteResult]], token: str) -> dict[int, 
     """
     parts: dict[int, ClientPart] = {}
     for client, each in enumerate(results):
-        if not each:
+        part = getattr(each, "part", None)
+        if part is None and not each:
             continue
-        part = each[0].storage_data
         if not isinstance(part, ClientPart):
             raise SaveDisagreementError(
-                f"rank {client} has not written with a DtckptStorageWriter; its results have {type(part).__name__}"
+                f"rank {client} has not written with a DtckptStorageWriter; its results are a {type(each).__name__}"
             )
         if part.token != token:
             raise SaveDisagreementError(
@@ -81,7 +87,10 @@ def plan_of_parts(
         options: See `SaveOptions`.
 
     Raises:
-        SaveDisagreementError: The ranks have not written what the metadata says, or not by one plan.
+        SaveDisagreementError: The ranks have not written what the metadata says, or not by one plan; or they have
+            different values under one key.
+        ComponentError: Ranks have tensors of different shapes or dtypes under one name.
+        ReplicaMismatchError: Ranks have tensors with different elements under one name.
         TensorNameError: Names of tensors lead through others.
         TreeError: Two items are at one place, or the planner has data of its own for the metadata.
     """
@@ -90,13 +99,33 @@ def plan_of_parts(
     for part in reversed(list(parts.values())):  # that of the first rank counts
         layouts |= part.layouts
     tensors = boxes_of_results(metadata, results)
-    plan = plan_written(tuple(tensors.values()), inner, layouts, options, len(results))
+    paths = {key: path_of(key, [metadata.planner_data]) for key in metadata.state_dict_metadata}
+    validate_copies(
+        {client: part.copies for client, part in parts.items()},
+        {key: tensor.name for key, tensor in tensors.items()},
+        {key: name_of(path) for key, path in paths.items()},
+        ReplicaRules(options),
+    )
+    dtypes = _dtypes(tensors.values(), parts)
+    plan = plan_written(tuple(tensors.values()), inner, dtypes, layouts, options=options, num_clients=len(results))
     if strangers := [client for client, part in parts.items() if part.topic != plan.topic]:
         raise SaveDisagreementError(
             f"rank {strangers[0]} has not written by the plan of all ranks; nothing was committed; if the planner "
             "caches plans, make one without enable_plan_caching"
         )
     return plan, _tree(metadata, tensors, parts)
+
+
+def _dtypes(tensors: Iterable[TensorBoxes], parts: Mapping[int, ClientPart]) -> dict[str, str]:
+    """Return the dtypes in which the tensors were written, by name; all ranks must agree on each."""
+    writers: dict[str, dict[str, list[int]]] = {}
+    for client, part in parts.items():
+        for name, dtype in part.dtypes.items():
+            writers.setdefault(name, {}).setdefault(dtype, []).append(client)
+    for tensor in tensors:
+        if len(found := writers.get(tensor.name, {})) > 1:
+            validate_kinds(tensor.name, ((clients, tensor.shape, dtype) for dtype, clients in found.items()))
+    return {name: dtype for name, (dtype, *_) in writers.items()}
 
 
 def _tree(metadata: Metadata, tensors: Mapping[str, TensorBoxes], parts: Mapping[int, ClientPart]) -> trees.Node:

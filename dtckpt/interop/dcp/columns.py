@@ -148,9 +148,22 @@ class ReadItems(_Columns[ReadItem]):
 
 
 class WriteResults(_Columns[WriteResult]):
-    """The results of one rank's write. The coordinator receives them as `ReceivedResults`."""
+    """The results of one rank's write. The coordinator receives them as `ReceivedResults`.
+
+    Args:
+        results: The results.
+        part: What else the rank tells the coordinator: a rank may have nothing to write, and copies to compare.
+    """
 
     _kind = WriteResult
+
+    def __init__(self, results: Iterable[WriteResult] = (), part: Any = None) -> None:
+        super().__init__(results)
+        self.part = part
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rebuild, arguments = super().__reduce__()
+        return rebuild, (*arguments, self.part)
 
     @staticmethod
     def _rows(items: Sequence[WriteResult]) -> Iterator[_Row]:
@@ -163,15 +176,16 @@ class WriteResults(_Columns[WriteResult]):
             yield WriteResult(MetadataIndex(key, offset, number), nbytes, data)
 
     @classmethod
-    def _received(cls, keys: list[str], kinds: list[int], rests: list[Any]) -> Sequence[WriteResult]:
-        return ReceivedResults(keys, kinds, rests)
+    def _received(cls, keys: list[str], kinds: list[int], rests: list[Any], part: Any = None) -> Sequence[WriteResult]:
+        return ReceivedResults(keys, kinds, rests, part)
 
 
 class ReceivedResults(Sequence[WriteResult]):
     """The results of a rank as the coordinator gets them: columns, of which a result is made when it is asked for."""
 
-    def __init__(self, keys: list[str], kinds: list[int], rests: list[Any]) -> None:
+    def __init__(self, keys: list[str], kinds: list[int], rests: list[Any], part: Any) -> None:
         self._columns = keys, kinds, rests
+        self.part = part
 
     def __len__(self) -> int:
         return len(self._columns[0])

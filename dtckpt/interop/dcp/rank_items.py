@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +12,18 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from dtckpt.checkpoint.gc_pause import gc_paused
-from dtckpt.checkpoint.leaves import as_leaf, host_array, validate_mode
+from dtckpt.checkpoint.leaves import as_leaf, dtype_name, host_array, validate_mode
 from dtckpt.checkpoint.saving.plan import TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.checkpoint.saving.state import MemorySource
 from dtckpt.checkpoint.saving.write import PENDING_NBYTES, Source
 from dtckpt.dtensor import DTensor, torch_interop
+from dtckpt.dtensor.torch_checkpoint import copies_of
 from dtckpt.errors import DtckptError, ShapeMismatchError, TreeError
 from dtckpt.format import tree as trees
+from dtckpt.interop.dcp.copies import Copies, CopyPlace, TensorCopy, comparable
 from dtckpt.interop.dcp.state_items import encode_item, path_of
-from dtckpt.interop.dcp.write_plan import TensorBoxes, box_of
+from dtckpt.interop.dcp.write_plan import Share, TensorBoxes, box_of
 from dtckpt.layout import torch_device_mesh
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
@@ -37,33 +39,33 @@ class RankItems:
 
     Args:
         source: The elements of its tensors.
+        dtypes: The dtypes of its tensors as the planner resolves them, by name.
         values: The nodes of its items that are no tensors, by key.
         inner: The tensors and arrays inside of those.
         layouts: The layouts of its tensors, by name, as far as the planner has the tensors.
     """
 
     source: Source
+    dtypes: Mapping[str, str]
     values: Mapping[str, trees.Node]
     inner: tuple[TensorBoxes, ...]
     layouts: Mapping[str, Layout]
 
 
-def resolve_items(
-    items: Sequence[WriteItem], planner: SavePlanner, names: Mapping[str, str], mappings: object, client: int
-) -> RankItems:
+def resolve_items(items: Sequence[WriteItem], planner: SavePlanner, share: Share, mappings: object) -> RankItems:
     """Resolve the items of a rank.
 
     Args:
         items: The items.
         planner: Resolves them.
-        names: Names of the tensors, by key.
+        share: The rank's share of the save.
         mappings: The planner's paths; see `path_of`.
-        client: The rank's number.
 
     Raises:
         TreeError: An item is neither a tensor nor a value that a state tree can hold.
         DTypeError: A tensor is not dense memory, or its dtype cannot be stored.
     """
+    names = {key: facts[0] for key, facts in share.tensors.items()}
     validate_mode()
     # Local parts of PyTorch's DTensors take much longer where gradients are recorded.
     with gc_paused(), torch.no_grad():
@@ -81,10 +83,43 @@ def resolve_items(
         leaves = {name: as_leaf(leaf, name) for name, leaf in inner.items()}
         own = {name: leaf.distinct_parts() for name, leaf in leaves.items()}
         shapes = tuple(
-            TensorBoxes(name, leaf.shape, leaf.dtype, tuple((box.offset, box.shape, client) for box, _ in own[name]))
+            TensorBoxes(
+                name, leaf.shape, leaf.dtype, tuple((box.offset, box.shape, share.client) for box, _ in own[name])
+            )
             for name, leaf in leaves.items()
         )
-        return RankItems(_source(planner, boxes, own), values, shapes, _layouts(planner, items, names))
+        source, dtypes = _source(planner, boxes, own)
+        return RankItems(source, dtypes, values, shapes, _layouts(planner, items, names))
+
+
+def resolve_copies(items: Iterable[WriteItem], planner: SavePlanner, mappings: object) -> Copies:
+    """Digest what a rank has of items of which other ranks have copies.
+
+    Args:
+        items: The items.
+        planner: Resolves them.
+        mappings: The planner's paths; see `path_of`.
+
+    Raises:
+        TreeError: As `resolve_items`.
+        DTypeError: As `resolve_items`.
+    """
+    tensors: dict[CopyPlace, TensorCopy] = {}
+    values: dict[str, trees.Node] = {}
+    with torch.no_grad():
+        for item in items:
+            key, data = item.index.fqn, item.tensor_data
+            if data is not None:
+                region = Region(*box_of(data.chunk))
+                memory, *_ = _resolved(planner, item, region, key)
+                tensors[key, region.offset] = TensorCopy.of(memory, tuple(data.size))
+                continue
+            node, below = encode_item(_value(planner, item), key, path_of(key, [mappings]))
+            values[key] = comparable(node)
+            for name, value in below.items():
+                (memory,) = as_leaf(value, name).components
+                tensors[name, (0,) * memory.ndim] = TensorCopy.of(memory, tuple(memory.shape))
+    return Copies(tensors, values)
 
 
 def _is_plain(planner: SavePlanner) -> bool:
@@ -111,27 +146,35 @@ def _value(planner: SavePlanner, item: WriteItem) -> Any:
 
 def _source(
     planner: SavePlanner, boxes: Boxes, own: Mapping[str, Sequence[tuple[Region, list[torch.Tensor]]]]
-) -> Source:
-    """Return the elements: all at once where they are memory that stays anyway, else one item after the other."""
+) -> tuple[Source, dict[str, str]]:
+    """Return the elements, and the dtypes of the items' tensors by name.
+
+    The elements come all at once where they are memory that stays anyway, else one item after the other.
+    """
     if _is_plain(planner):
         parts = {
-            name: [(region, [_resolved(planner, item, region, name)]) for region, item in each]
+            name: [(region, _resolved(planner, item, region, name)) for region, item in each]
             for name, each in boxes.items()
         }
+        dtypes = {name: dtype_name(each[0][1][0].dtype) for name, each in parts.items()}
         if all(copy.is_cpu for each in parts.values() for _, copies in each for copy in copies):
-            return MemorySource({**parts, **own})
-    return PlannerSource(planner, boxes, MemorySource(own))
+            return MemorySource({**parts, **own}), dtypes
+    else:
+        # Such a planner makes elements, of any dtype; the planned dtype may be that of an older save.
+        dtypes = {
+            name: dtype_name(_resolved(planner, item, region, name)[0].dtype)
+            for name, ((region, item), *_) in boxes.items()
+        }
+    return PlannerSource(planner, boxes, MemorySource(own)), dtypes
 
 
-def _resolved(planner: SavePlanner, item: WriteItem, region: Region, name: str) -> torch.Tensor:
-    """Return the dense memory of a box."""
+def _resolved(planner: SavePlanner, item: WriteItem, region: Region, name: str) -> list[torch.Tensor]:
+    """Return the dense memory of a box: of each of this rank's devices that has a copy."""
     tensor: Any = planner.resolve_data(item)
-    (memory,) = as_leaf(tensor.detach(), name).components
-    if tuple(memory.shape) != region.shape:
-        raise ShapeMismatchError(
-            f"item {item.index.fqn!r}: the planner resolves {region} to shape {tuple(memory.shape)}"
-        )
-    return memory
+    memories = [memory for copy in copies_of(tensor.detach()) for memory in as_leaf(copy, name).components]
+    if shapes := {tuple(memory.shape) for memory in memories} - {region.shape}:
+        raise ShapeMismatchError(f"item {item.index.fqn!r}: the planner resolves {region} to shape {min(shapes)}")
+    return memories
 
 
 class PlannerSource:
@@ -163,13 +206,13 @@ class PlannerSource:
         # The chunks of an item come one after the other.
         if self._latest is None or self._latest[0] is not item:
             self._latest = None  # before the next one is made
-            self._latest = item, host_array(_resolved(self._planner, item, box, name))
+            self._latest = item, host_array(_resolved(self._planner, item, box, name)[0])
         array = self._latest[1]
         return array[region.relative_to(box).slices()] if region != box else array
 
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
-        """As `Source.copies`."""
-        return [Copy(self.fetch(plan, region))]
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:  # noqa: ARG002  (nothing is made)
+        """As `Source.copies`: one, which is not made again to be compared with nothing."""
+        return [Copy(None)]
 
 
 def _layouts(planner: SavePlanner, items: Sequence[WriteItem], names: Mapping[str, str]) -> dict[str, Layout]:

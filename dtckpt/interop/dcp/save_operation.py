@@ -16,6 +16,7 @@ from dtckpt.comm import fork_guard
 from dtckpt.config import Config
 from dtckpt.coordination.identity import incarnation
 from dtckpt.errors import CheckpointError, CheckpointExistsError, DtckptError
+from dtckpt.interop.dcp.known_saves import warn_of_replacement
 from dtckpt.storage.commit import CommitAttempt, CommitTarget, commit_target_of
 from dtckpt.storage.failures import taken_over_error
 from dtckpt.storage.location import Location
@@ -40,6 +41,7 @@ class SaveOperation:
         """Begin the attempt; return the token that the other ranks join it by."""
         validate_kind(options.kvstore, self.target.folder, [options.codec] if options.codec else [])
         self.target.check_target(overwrite=options.overwrite)
+        warn_of_replacement(self.target)
         token = f"{Config.from_environ().attempt}-{incarnation():x}-{secrets.token_hex(4)}"
         self._led = self.target.begin(token)
         self._alive.enter_context(self._led.keep_alive())

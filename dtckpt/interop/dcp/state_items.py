@@ -22,6 +22,7 @@ import torch
 
 from dtckpt.checkpoint.leaves import host_array, is_tensor
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.shards import Shards
 from dtckpt.dtensor import DTensor, torch_interop
 from dtckpt.errors import TreeError
 from dtckpt.format import tree as trees
@@ -68,10 +69,10 @@ def encode_item(value: Any, key: str, path: Path) -> tuple[trees.Node, dict[str,
     except TreeError as error:
         raise TreeError(f"item {key!r}: {error.message}; nothing is pickled") from None
     for name, leaf in leaves.items():
-        if isinstance(leaf, DTensor) or torch_interop.is_torch_dtensor(leaf):
+        if isinstance(leaf, DTensor | Shards) or torch_interop.is_torch_dtensor(leaf):
             raise TreeError(
                 f"item {key!r}: DCP has one rank write the {type(value).__name__} as a whole, which holds the sharded "
-                f"tensor {name!r}; put it into a dict or a list, and save with flatten_state_dict=True"
+                f"tensor {name!r}; put a DTensor into a dict or a list, and save with flatten_state_dict=True"
             )
     return node, leaves
 

@@ -41,6 +41,7 @@ from dtckpt.errors import CheckpointConflictError, CheckpointError, DtckptError,
 from dtckpt.format import tree as trees
 from dtckpt.format.dtypes import is_convertible, is_lossless
 from dtckpt.interop.dcp.columns import ReadItems, ShortMetadata
+from dtckpt.interop.dcp.known_saves import note_saves
 from dtckpt.interop.dcp.save_operation import rank_folder
 from dtckpt.interop.dcp.state_items import StateItems
 from dtckpt.layout.region import Region
@@ -167,6 +168,7 @@ class DtckptStorageReader(StorageReader):
             for item in plan.items:
                 if item.type is LoadItemType.BYTE_IO:
                     planner.load_bytes(item, opened.items.stream(item.storage_index.fqn))
+        note_saves([opened.checkpoint.identity])
         self._close()
         future: Future[None] = Future()
         future.set_result(None)

@@ -46,12 +46,14 @@ from dtckpt.errors import (
     SaveDisagreementError,
 )
 from dtckpt.format import tree as trees
+from dtckpt.format.dcp_metadata import METADATA_NAME, OWN_MARKER
 from dtckpt.format.manifest import Manifest
 from dtckpt.interop.dcp import announcement
 from dtckpt.interop.dcp.announcement import Announcement
 from dtckpt.interop.dcp.client_parts import ClientPart, parts_of, plan_of_parts
 from dtckpt.interop.dcp.columns import ShortMetadata, WriteItems, WriteResults
-from dtckpt.interop.dcp.rank_items import resolve_items
+from dtckpt.interop.dcp.known_saves import known_saves, note_saves
+from dtckpt.interop.dcp.rank_items import resolve_copies, resolve_items
 from dtckpt.interop.dcp.save_operation import SaveOperation, rank_folder, validate_free
 from dtckpt.interop.dcp.write_plan import (
     boxes_of_plans,
@@ -78,9 +80,9 @@ class DtckptStorageWriter(StorageWriter):
     Args:
         path: Directory or URL of the checkpoint. The ``checkpoint_id`` of a save takes its place.
         overwrite: Replace a checkpoint at the path, which stays until the new one is durable. Default: that of
-            ``options``; without options True, as in DCP's own writer.
-        options: See `SaveOptions`; the same on all ranks. DCP writes each copy of a value once, and compares nothing,
-            so ``check_replicas`` has no effect, nor have ``progress`` and ``timeout_s``.
+            ``options``; without options True, as in DCP's own writer. A warning tells of a checkpoint that this run
+            has neither saved nor loaded.
+        options: See `SaveOptions`; the same on all ranks. ``progress`` and ``timeout_s`` have no effect.
 
     Raises:
         ConfigError: A checkpoint cannot have such a path, or ``options.keys`` is not ``union``.
@@ -101,7 +103,7 @@ class DtckptStorageWriter(StorageWriter):
         options: SaveOptions | None = None,
     ) -> None:
         super().__init__()
-        options = dataclasses.replace(options or SaveOptions(overwrite=True), check_replicas=False, progress=False)
+        options = dataclasses.replace(options or SaveOptions(overwrite=True), progress=False)
         if options.keys != "union":
             raise ConfigError(f"DCP's planner decides which keys are saved; got SaveOptions(keys={options.keys!r})")
         self._options = options if overwrite is None else dataclasses.replace(options, overwrite=overwrite)
@@ -112,10 +114,12 @@ class DtckptStorageWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A save goes on in the thread that began it; the process that DCP saves in begins its own.
-        return {name: value for name, value in vars(self).items() if name != "_thread"}
+        own = {name: value for name, value in vars(self).items() if name != "_thread"}
+        return {**own, "_known": known_saves()}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state)
+        note_saves(state["_known"])
+        vars(self).update({name: value for name, value in state.items() if name != "_known"})
         self._thread = threading.local()
 
     @property
@@ -179,8 +183,12 @@ class DtckptStorageWriter(StorageWriter):
         self._thread.operation = SaveOperation(commit_target_of(where), is_coordinator or is_alone)
 
     def prepare_local_plan(self, plan: DcpPlan) -> DcpPlan:
-        """Return the plan, in a form that is sent quickly."""
-        return dataclasses.replace(plan, items=WriteItems(plan.items))
+        """Return the plan, in a form that is sent quickly, with the items once more.
+
+        The planner will have one rank write each copy; the coordinator takes from these which ranks have copies.
+        """
+        items = WriteItems(plan.items)
+        return dataclasses.replace(plan, items=items, storage_data=items)
 
     def prepare_global_plan(self, plans: list[DcpPlan]) -> list[DcpPlan]:
         """Choose the chunks of all tensors, begin an attempt, and announce it to all ranks. Called by the coordinator.
@@ -191,6 +199,7 @@ class DtckptStorageWriter(StorageWriter):
             TensorNameError: A key cannot be a part of a tensor's name.
             DTypeError: A dtype cannot be stored.
             ConfigError: A pattern of ``stored_dtypes`` matches no tensor, or storage cannot hold what options ask for.
+            SaveDisagreementError: Copies cannot be compared, as the planner has dropped which rank has which.
         """
         operation, options = self._operation(), self._options
         # Planners that cache send only plans that have changed. A rank whose plan has not may have new chunks all the
@@ -202,7 +211,7 @@ class DtckptStorageWriter(StorageWriter):
                 tensors = boxes_of_plans(known)
                 planned = plan_boxes(tensors.values(), options, len(plans))
                 validate_all_used(tuple(rule[0] for rule in options.stored_dtypes), planned)
-                shares = shares_of(known, tensors, planned)
+                shares = shares_of(known, tensors, planned, options)
         token = operation.lead(options)
         where = str(operation.target.where)
         return [
@@ -227,44 +236,58 @@ class DtckptStorageWriter(StorageWriter):
         return future
 
     def _write(self, plan: DcpPlan, planner: SavePlanner) -> WriteResults:
-        """Write this rank's chunks; return a result for each item, the first with the rank's part."""
+        """Write this rank's chunks, and digest its copies; return a result for each item, with the rank's part."""
         operation, told = self._operation(), announcement.received()
         where = operation.target.where
         _validate_same(told, str(where), self._options)
         share = announcement.share_of(told, plan.storage_data)
-        if not plan.items:
+        _validate_paths(plan, planner)
+        if not plan.items and not share.shared:
             return WriteResults()
         phases = Phases("save", share.client, lambda _: None)
         with phases.operation(where, is_shown=False), operation.attempt_of(told.token) as attempt:
             with phases.measure("plan"), gc_paused():
-                names = {key: facts[0] for key, facts in share.tensors.items()}
-                items = resolve_items(plan.items, planner, names, plan.planner_data, share.client)
-                own = plan_share(share, plan.items, items.inner, self._options)
+                items = resolve_items(plan.items, planner, share, plan.planner_data)
+                own = plan_share(share, plan.items, items.dtypes, items.inner, self._options)
             with phases.measure("write"):
-                writer = ClientWriter(
-                    own,
-                    attempt,
-                    client=share.client,
-                    clients=(),
-                    source=items.source,
-                    options=self._options,
-                    count=phases.count,
-                )
-                if own.has_moves:
-                    writer.hand_over()
-                chunk_list = writer.write()
-        part = ClientPart(told.token, share.topic, chunk_list, items.values, items.inner, items.layouts, phases.costs)
+                chunk_list = None
+                if plan.items:
+                    writer = ClientWriter(
+                        own,
+                        attempt,
+                        client=share.client,
+                        clients=(),
+                        source=items.source,
+                        options=self._options,
+                        count=phases.count,
+                    )
+                    if own.has_moves:
+                        writer.hand_over()
+                    chunk_list = writer.write()
+                copies = resolve_copies(share.shared, planner, plan.planner_data)
+        part = ClientPart(
+            told.token,
+            share.topic,
+            chunk_list,
+            items.dtypes,
+            items.values,
+            items.inner,
+            items.layouts,
+            copies,
+            phases.costs if plan.items else {},
+        )
         with gc_paused():
             return WriteResults(
-                WriteResult(item.index, item.tensor_storage_size() or 0, None if number else part)
-                for number, item in enumerate(plan.items)
+                (WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items), part
             )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merge what all ranks wrote, and commit. Called by the coordinator.
 
         Raises:
-            SaveDisagreementError: The ranks have not written what was planned.
+            SaveDisagreementError: The ranks have not written what was planned, or have different values under one key.
+            ComponentError: Ranks have tensors of different shapes or dtypes under one name.
+            ReplicaMismatchError: Ranks have tensors with different elements under one name.
             CheckpointCorruptError: What they wrote is not what they announced.
             CheckpointExistsError: Something took the path meanwhile.
             StorageError: Storage refused, or another attempt took over.
@@ -285,7 +308,8 @@ class DtckptStorageWriter(StorageWriter):
                 options=options,
                 count=lambda _: None,
             )
-            announced = {**{client: part.chunk_list for client, part in parts.items()}, assembler: writer.write()}
+            written = {client: part.chunk_list for client, part in parts.items() if part.chunk_list is not None}
+            announced = {**written, assembler: writer.write()}
             manifest = Manifest(
                 kvstore=options.kvstore,
                 arrays={},
@@ -294,14 +318,14 @@ class DtckptStorageWriter(StorageWriter):
                 num_clients=len(results),
                 attempt=attempt.token,
                 raw_bits=bool(options.raw_bits),
-                costs={client: part.costs for client, part in parts.items()},
+                costs={client: parts[client].costs for client in written},
             )
             is_durable = options.fsync
             merge_clients(
                 plan, attempt.folder, announced, manifest, is_durable=is_durable, document_writers=(assembler,)
             )
             remove_working_files(attempt.folder, sorted(announced), has_moves=plan.has_moves)
-            attempt.commit(overwrite=options.overwrite, is_durable=is_durable)
+            attempt.commit(overwrite=options.overwrite, is_durable=is_durable, markers={METADATA_NAME: OWN_MARKER})
         metadata.storage_meta, metadata.version = self.storage_meta(), CURRENT_DCP_VERSION
         ShortMetadata.shorten(metadata)
         self._thread.operation = None
@@ -315,6 +339,18 @@ class DtckptStorageWriter(StorageWriter):
         if operation is None:
             raise CheckpointError("set_up_storage_writer must be called first, in the same thread")
         return operation
+
+
+def _validate_paths(plan: DcpPlan, planner: SavePlanner) -> None:
+    """Refuse a cached plan of a state dict that had the same keys at other paths, as ``{"a": {"b.c": 1}}`` has."""
+    planned, present = plan.planner_data, getattr(planner, "mappings", None)
+    if isinstance(planned, Mapping) and isinstance(present, Mapping) and present is not planned:
+        moved = [key for key, path in planned.items() if present.get(key, path) != path]
+        if moved:
+            raise SaveDisagreementError(
+                f"the planner's cached plan has item {moved[0]!r} at {planned[moved[0]]}, and the state dict at "
+                f"{present[moved[0]]}; make a planner without enable_plan_caching"
+            )
 
 
 def _validate_same(told: Announcement, where: str, options: SaveOptions) -> None:

@@ -11,6 +11,7 @@ edge cuts are put together by one more client, the *assembler*, which is the coo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,7 +29,7 @@ from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
 from dtckpt.errors import SaveDisagreementError, TensorNameError, TreeError, capped
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.grid import ChunkGrid
-from dtckpt.interop.dcp.columns import Place, places_of
+from dtckpt.interop.dcp.columns import Place, WriteItems, places_of
 from dtckpt.interop.dcp.state_items import name_of, path_of
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
@@ -55,13 +56,37 @@ class Share:
         client: The rank's place in the process group.
         num_clients: Ranks in the process group.
         topic: The topic of the plan.
-        tensors: Of each tensor that the rank holds a box of, by DCP's key: name, array path and chunk shape.
+        tensors: Of each tensor that the rank writes a box of, by DCP's key: name, array path and chunk shape.
+        shared: The rank's items of which other ranks have copies, whoever writes them.
     """
 
     client: int
     num_clients: int
     topic: bytes
     tensors: Mapping[str, tuple[str, str, Numbers]]
+    shared: Sequence[WriteItem] = ()
+
+
+def shared_items(plans: Sequence[DcpPlan]) -> list[Sequence[WriteItem]]:
+    """Return, for each rank, its items of which other ranks have copies. DCP's planner has one of them write.
+
+    Args:
+        plans: The plans of all ranks after that; ``storage_data`` has a rank's items as it passed them.
+
+    Raises:
+        SaveDisagreementError: The planner has dropped these.
+    """
+    if len(plans) == 1:
+        return [()]
+    for client, plan in enumerate(plans):
+        if not isinstance(plan.storage_data, WriteItems):
+            raise SaveDisagreementError(
+                f"copies cannot be compared: the planner's global plan has no storage_data of this writer for rank "
+                f"{client}; create_global_plan must keep that of the local plans, or save with "
+                "SaveOptions(check_replicas=False)"
+            )
+    holders = Counter(item.index for plan in plans for item in plan.storage_data)
+    return [WriteItems(item for item in plan.storage_data if holders[item.index] > 1) for plan in plans]
 
 
 def boxes_of_plans(plans: Sequence[DcpPlan]) -> dict[str, TensorBoxes]:
@@ -155,8 +180,15 @@ def _holdings(boxes: tuple[Box, ...]) -> tuple[Holding, ...]:
     return tuple(Holding(Region(offset, shape), (client,)) for offset, shape, client in boxes)
 
 
-def shares_of(plans: Sequence[DcpPlan], tensors: Mapping[str, TensorBoxes], plan: SavePlan) -> list[Share]:
-    """Return what each rank is told of a plan."""
+def shares_of(
+    plans: Sequence[DcpPlan], tensors: Mapping[str, TensorBoxes], plan: SavePlan, options: SaveOptions
+) -> list[Share]:
+    """Return what each rank is told of a plan.
+
+    Raises:
+        SaveDisagreementError: Copies cannot be compared; see `shared_items`.
+    """
+    shared = shared_items(plans) if options.check_replicas else [()] * len(plans)
     planned = {tensor.spec.name: tensor for tensor in plan.tensors}
     facts = {
         key: (tensor.name, planned[tensor.name].path, planned[tensor.name].grid.chunk_shape)
@@ -168,19 +200,25 @@ def shares_of(plans: Sequence[DcpPlan], tensors: Mapping[str, TensorBoxes], plan
             len(plans),
             plan.topic,
             {item.index.fqn: facts[item.index.fqn] for item in each.items if item.tensor_data is not None},
+            shared[client],
         )
         for client, each in enumerate(plans)
     ]
 
 
 def plan_share(
-    share: Share, items: Iterable[WriteItem], inner: Sequence[TensorBoxes], options: SaveOptions
+    share: Share,
+    items: Iterable[WriteItem],
+    dtypes: Mapping[str, str],
+    inner: Sequence[TensorBoxes],
+    options: SaveOptions,
 ) -> SavePlan:
     """Plan what one rank writes; the plan is kept as that of `plan_boxes`.
 
     Args:
         share: What the coordinator has told the rank.
         items: The rank's items.
+        dtypes: The dtypes of its tensors, by name.
         inner: Tensors and arrays inside of items that are no tensors; the rank holds all of each.
         options: See `SaveOptions`.
 
@@ -198,7 +236,8 @@ def plan_share(
                 f"rank {share.client} has the item {key!r}, which is not in the coordinator's plan; finish_plan must "
                 "not add tensors"
             )
-        tensors[key] = TensorBoxes(share.tensors[key][0], tuple(data.size), dtype_name(data.properties.dtype), ())
+        name = share.tensors[key][0]
+        tensors[key] = TensorBoxes(name, tuple(data.size), dtypes[name], ())
         boxes.setdefault(key, []).append((*box_of(data.chunk), share.client))
     places = [share.tensors[key][1:] for key in tensors]
     if inner:
@@ -227,15 +266,18 @@ def _kept_part(
 def plan_written(
     tensors: Sequence[TensorBoxes],
     inner: Sequence[TensorBoxes],
+    dtypes: Mapping[str, str],
     layouts: Mapping[str, Layout],
+    *,
     options: SaveOptions,
     num_clients: int,
 ) -> SavePlan:
     """Return the plan of everything that the ranks have written.
 
     Args:
-        tensors: The tensors, as in `plan_boxes`.
+        tensors: The tensors, as in `plan_boxes`: in the dtypes by which the chunks were chosen.
         inner: The tensors inside of items of all ranks.
+        dtypes: The dtypes in which the tensors were written, by name. A planner that caches its plans keeps older ones.
         layouts: Layouts to be recorded, by name.
         options: See `SaveOptions`.
         num_clients: Ranks in the process group.
@@ -253,13 +295,19 @@ def plan_written(
         if moved := [tensor.spec.name for tensor in united.tensors if tensor.path != paths[tensor.spec.name]]:
             raise TensorNameError(f"names of tensors lead through {capped(map(repr, moved))}; rename a key")
         plan = replace(united, topic=plan.topic)
-    return _with_layouts(plan, tuple(sorted(layouts.items())))
+    return _as_written(plan, tuple(sorted(layouts.items())), tuple(sorted(dtypes.items())), options)
 
 
 @lru_cache(maxsize=KEPT_STRUCTURES)
-def _with_layouts(plan: SavePlan, layouts: tuple[tuple[str, Layout], ...]) -> SavePlan:
-    by_name = dict(layouts)
-    tensors = tuple(
-        replace(tensor, spec=replace(tensor.spec, layout=by_name.get(tensor.spec.name))) for tensor in plan.tensors
-    )
-    return replace(plan, tensors=tensors)
+def _as_written(
+    plan: SavePlan, layouts: tuple[tuple[str, Layout], ...], dtypes: tuple[tuple[str, str], ...], options: SaveOptions
+) -> SavePlan:
+    rules, layout_of, dtype_of = StoredDtypes(options), dict(layouts), dict(dtypes)
+    tensors = []
+    for tensor in plan.tensors:
+        name = tensor.spec.name
+        dtype = dtype_of.get(name, tensor.spec.dtype)
+        stored = rules.choose(name, dtype, save_as_bf16=False)
+        spec = replace(tensor.spec, dtype=dtype, stored_dtype=stored, layout=layout_of.get(name))
+        tensors.append(replace(tensor, spec=spec))
+    return replace(plan, tensors=tuple(tensors))

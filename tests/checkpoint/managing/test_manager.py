@@ -1,10 +1,10 @@
 """Managers of checkpoints: when they save, what they keep, what they restore, and what a crash leaves."""
 
-import contextlib
+import math
 import shutil
-import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,6 @@ import dtckpt
 from dtckpt import CheckpointManager, Retention, errors
 from dtckpt.checkpoint.managing.leftovers import collect_leftovers
 from dtckpt.checkpoint.managing.root_lock import RootLock
-from dtckpt.comm import fork_guard
 from dtckpt.storage.commit_by_rename import DirectoryTarget
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 
@@ -76,7 +75,34 @@ def test_the_best_are_kept():
     assert Retention(best=1, metric="accuracy").doomed(losses, metrics) == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("bad", [{"last": 0}, {"every_steps": -1}, {"best": True}, {"mode": "least"}])
+def test_what_is_kept_by_age():
+    times = {1: 0.0, 2: 50.0, 3: 100.0, 4: 199.0, 5: 200.0, 7: 260.0}
+    steps = [1, 2, 3, 4, 5, 6, 7]  # nothing tells when step 6 was saved
+    doomed = {
+        "young": Retention(newer_than_s=100).doomed(steps, times=times, now=290.0),
+        "first of 100 s": Retention(every_s=100).doomed(steps, times=times, now=290.0),
+        "either": Retention(newer_than_s=100, every_s=100).doomed(steps, times=times, now=290.0),
+        "old run": Retention(newer_than_s=100).doomed(steps, times=times, now=9e9),
+    }
+    assert doomed == {"young": [1, 2, 3], "first of 100 s": [2, 4], "either": [2], "old run": [1, 2, 3, 4, 5]}
+
+
+def test_a_run_that_keeps_by_age(tmp_path, monkeypatch):
+    now = [1_000_000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    monkeypatch.setattr(time, "time_ns", lambda: int(now[0] * 1e9))
+    keep = Retention(newer_than_s=25, every_s=100)
+    with CheckpointManager(tmp_path, keep=keep, is_async=False) as manager:
+        for step in range(30):
+            manager.save(step, state(step))
+            now[0] += 10
+    assert manager.all_steps() == [0, 10, 20, 27, 28, 29]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"last": 0}, {"every_steps": -1}, {"best": True}, {"mode": "least"}, {"newer_than_s": 0}, {"every_s": math.inf}],
+)
 def test_bad_retentions(bad):
     with pytest.raises(errors.ConfigError):
         Retention(**bad)
@@ -218,7 +244,73 @@ def test_a_busy_manager_may_skip(tmp_path):
     assert manager.all_steps() == [0, 2]
 
 
+def test_saves_back_to_back(tmp_path):
+    with save_async_cases.Gate() as gate:
+        manager = CheckpointManager(tmp_path, save_interval="continuous")
+        assert manager.save(0, state(0)) is not None
+        assert gate.reached.wait(WAIT_S)
+        assert [manager.save(step, state(step)) for step in (1, 2)] == [None, None]
+    manager.wait()
+    assert not manager.should_save(2), "the decision for a step stays"
+    assert manager.save(3, state(3)) is not None
+    manager.close()
+    assert manager.all_steps() == [0, 3]
+
+
+def test_an_unknown_name_of_an_interval(tmp_path):
+    with pytest.raises(errors.ConfigError, match="save_interval must be 'continuous', got 10"):
+        CheckpointManager(tmp_path, save_interval=10)
+
+
 # --- failures ---
+
+
+def full_disk(*_):
+    raise errors.StorageFullError("no space is left")
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+@pytest.mark.parametrize("at", ["begin", "commit"])
+def test_training_goes_on_after_a_save_that_storage_refused(tmp_path, monkeypatch, caplog, is_async, at):
+    with CheckpointManager(tmp_path, on_failure="warn", is_async=is_async, save_interval_steps=1) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        with monkeypatch.context() as patch:
+            patch.setattr(DirectoryTarget if at == "begin" else TensorStoreWriter, at, full_disk)
+            for step in (2, 3):
+                handle = manager.save(step, state(step))
+                assert (handle is None) == (at == "begin")
+                manager.wait()
+            if handle is not None:
+                with pytest.raises(errors.StorageFullError):
+                    handle.result()
+        assert manager.num_failed_saves == 2
+        manager.save(4, state(4))
+    assert manager.all_steps() == [1, 4]
+    assert [record.message for record in caplog.records] == [
+        f"step {step} is not saved in {tmp_path}, and training goes on; failed saves so far: {count}; "
+        "the reason: no space is left"
+        for step, count in ((2, 1), (3, 2))
+    ]
+
+
+def test_what_is_raised_in_any_case(tmp_path, monkeypatch):
+    manager = CheckpointManager(tmp_path, on_failure="warn")
+    for error in (errors.ClientLostError, errors.ReplicaMismatchError, errors.CheckpointConflictError, MemoryError):
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorStoreWriter, "commit", lambda self, error=error: (_ for _ in ()).throw(error("no")))
+            manager.save(1, state(1), force=True)
+            with pytest.raises(error):
+                manager.wait()
+    assert manager.num_failed_saves == 0
+    with pytest.raises(errors.CheckpointNotFoundError):
+        manager.restore()
+    manager.close()
+
+
+def test_an_unknown_answer_to_failures(tmp_path):
+    with pytest.raises(errors.ConfigError, match="on_failure must be 'raise' or 'warn'"):
+        CheckpointManager(tmp_path, on_failure="ignore")
 
 
 def test_a_failed_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
@@ -245,36 +337,6 @@ def test_leaving_with_an_error_does_not_hide_it(tmp_path, monkeypatch, caplog):
     with pytest.raises(KeyError):
         train()
     assert "while another error was on its way: no disk" in caplog.text
-
-
-@pytest.mark.parametrize("failure", [None, ZeroDivisionError])
-def test_a_signal_that_nobody_can_act_on_any_more_does_what_it_did_before(tmp_path, failure):
-    heard = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
-    try:
-        with (
-            contextlib.nullcontext() if failure is None else pytest.raises(failure),
-            CheckpointManager(tmp_path).preemption(signal.SIGUSR1),
-        ):
-            signal.raise_signal(signal.SIGUSR1)
-            assert heard == []
-            if failure is not None:
-                raise failure
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert heard == ([] if failure is None else ["before"])
-
-
-def test_a_forked_process_does_not_watch_for_signals(tmp_path, monkeypatch):
-    heard = []
-    before = signal.signal(signal.SIGUSR1, lambda *_: heard.append("before"))
-    try:
-        with CheckpointManager(tmp_path).preemption(signal.SIGUSR1):
-            monkeypatch.setattr(fork_guard, "_parent", 1)
-            signal.raise_signal(signal.SIGUSR1)
-            assert heard == ["before"]
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_bad_metrics_are_refused(tmp_path):
@@ -504,6 +566,26 @@ def test_a_rule_that_fails_alone(tmp_path):
 
 def test_one_clock_decides(pool, tmp_path):
     assert pool.values(save_async_cases.manage_by_time, f"{tmp_path}", clients=2) == [[1, 3, 5]] * 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_all_clients_go_on_after_a_save_that_storage_refused_to_one(pool, tmp_path, victim):
+    found = pool.values(save_async_cases.go_on_after_failures, f"{tmp_path}", victim, "StorageFullError", clients=2)
+    assert found == [([True] * 3, 1, [0, 2])] * 2
+
+
+def test_all_clients_raise_what_the_next_save_would_not_mend(pool, tmp_path):
+    answers = pool.run(save_async_cases.go_on_after_failures, f"{tmp_path}", 1, "ReplicaMismatchError", clients=2)
+    assert [answer.error for answer in answers] == ["ReplicaMismatchError"] * 2
+
+
+@pytest.mark.parametrize("blocked", [0, 1])
+def test_clients_begin_saves_back_to_back_at_the_same_steps(pool, tmp_path, blocked):
+    (saved, kept), other = pool.values(save_async_cases.save_back_to_back, f"{tmp_path}", blocked, clients=2)
+    assert (saved, kept) == other
+    assert saved == kept
+    assert saved[0] == 0
+    assert len(saved) == 40 if blocked == 0 else 1 < len(saved) <= 40
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -27,3 +27,15 @@ def test_clients_that_restore_parts(pool, tmp_path, kind):
         if kind != "missing":
             assert unexpected == (() if kind == "rest" else ("extra",))
     assert len({text for text, _, _ in found}) == 1
+
+
+def test_keys_of_ranks_are_not_lost_on_another_number_of_ranks(pool, tmp_path):
+    path = f"{tmp_path}/s"
+    pool.values(union_cases.save_rank_loader, path, clients=4, group=True)
+    found = pool.values(union_cases.restore_rank_loader, path, clients=4, group=True)
+    assert found == [("", 10 + rank) for rank in range(4)]
+    for clients in (1, 2):
+        for error, position in pool.values(union_cases.restore_rank_loader, path, clients=clients, group=True):
+            assert error.startswith("UnexpectedTensorError")
+            assert "'loader/dp_rank_3/position'" in error
+            assert position == -1

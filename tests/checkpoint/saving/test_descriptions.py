@@ -1,10 +1,12 @@
 """The union of what clients describe, without processes."""
 
+from dataclasses import replace
+
 import pytest
 from support.states import cluster_mesh
 
 from dtckpt.checkpoint.saving.description import Description, described
-from dtckpt.checkpoint.saving.plan import Holding, TensorSpec, copies_of, holdings_of, plan_save
+from dtckpt.checkpoint.saving.plan import Copies, Holding, TensorSpec, copies_of, holdings_of, plan_save
 from dtckpt.checkpoint.saving.union import passed_by_all, unite
 from dtckpt.errors import ComponentError, SaveDisagreementError
 from dtckpt.layout.layout import UNSHARDED, Layout
@@ -30,6 +32,9 @@ def test_another_client_reads_the_same_description():
     mesh = cluster_mesh({"x": 2, "y": 2}, 4, 1)
     specs = (on_mesh("a", ["x", ("y",)], mesh), on_mesh("b", [("y", "x"), UNSHARDED], mesh), plain("c"), plain("d", ()))
     data, _ = described(specs, ("v/lr",))
+    described_with_roles = Description((replace(plain("e"), copies=Copies.NOTED, is_parameter=True),), ()).to_bytes()
+    (role,) = Description.from_bytes(described_with_roles).specs
+    assert (role.copies, role.is_parameter) == (Copies.NOTED, True)
     again = Description.from_bytes(data)
     assert again.to_bytes() == data
     assert again.values == ("v/lr",)
@@ -54,6 +59,16 @@ def test_stages_hold_their_own():
     assert holders(b) == {(0, 0): (2, 3)}
     assert a.layout.mesh.axis_sizes == {"pp": 2, "dp": 2}
     assert set(plan_save([a, both, b], 1 << 20).owners.tolist()) <= {0, 1, 2, 3}
+
+
+def test_copies_may_differ_if_all_clients_say_so():
+    noted, free = (replace(plain("w"), copies=copies) for copies in (Copies.NOTED, Copies.FREE))
+    for other, expected in ((noted, Copies.NOTED), (free, Copies.NOTED), (plain("w"), Copies.EQUAL)):
+        (w,) = unite({(0, 2): Description((noted,), ()), (1, 3): Description((other,), ())})
+        assert w.copies is expected
+        # Small chunks: by the rule for equal copies, each client would write some.
+        owners = plan_save([w], 32).owners.tolist()
+        assert owners == [0] * len(owners) if expected is Copies.NOTED else {*owners} == {0, 1, 2, 3}
 
 
 def test_families_on_meshes_of_their_own():

@@ -232,7 +232,8 @@ def test_a_failure_that_was_looked_at_is_not_raised_again(tmp_path, monkeypatch)
 
 def test_clients_save_what_they_held_at_the_call(pool, tmp_path, meeting):
     path, axes = f"{tmp_path}/s", {"x": 2, "y": 2}
-    for options in ({}, {"check_replicas": False, "chunk_nbytes": 4096}):
+    bounded = {"staging_nbytes": 8192, "chunk_nbytes": 4096}
+    for options in ({}, {"check_replicas": False, "chunk_nbytes": 4096}, bounded):
         found = pool.values(
             save_async_cases.save_and_spoil, path, axes, save_async_cases.STATE, 2, clients=2, **options, **meeting
         )

@@ -129,6 +129,25 @@ def test_a_gradient_may_be_set_and_taken_away():
     assert weight.grad is None
 
 
+@pytest.mark.parametrize("given", [Replicate(), Shard(0), Partial()], ids=str)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()], ids=str)
+def test_an_assigned_gradient_keeps_its_values_in_common_with_other_tensors(placement, given):
+    """As where gradients are views of one long bucket, whatever the layouts."""
+    weight = nn.Parameter(distribute_tensor(numbers(4, 2), LINE).redistribute(LINE, [placement]).detach())
+    bucket = distribute_tensor(torch.zeros(8, dtype=torch.float64), LINE).redistribute(LINE, [given]).detach()
+    weight.grad = bucket.view(4, 2)
+    bucket.add_(1)
+    assert (weight.grad.full_tensor() == 1).all()
+    (weight * 2).sum().backward()
+    assert (bucket.full_tensor() == 3).all()
+    weight.grad[0].mul_(2)
+    assert bucket.full_tensor().tolist() == [6, 6, 3, 3, 3, 3, 3, 3]
+    nn.utils.clip_grad_value_([weight], 4)
+    assert bucket.full_tensor().tolist() == [4, 4, 3, 3, 3, 3, 3, 3]
+    torch.optim.SGD([weight], lr=1).zero_grad(set_to_none=False)
+    assert not bucket.full_tensor().any()
+
+
 @pytest.mark.parametrize(("mesh", "placements", "batch"), PARAMETERS)
 def test_gradients_that_torch_makes_as_plain_zeros_lie_as_their_parameter_too(mesh, placements, batch):
     weight = nn.Parameter(distribute_tensor(numbers(IN, OUT), mesh, placements))

@@ -17,7 +17,8 @@ from support.operator_checks import (
 )
 from torch.nn import functional as F
 
-from dtckpt.dtensor import Partial, Replicate, Shard
+from dtckpt import abstract_mesh
+from dtckpt.dtensor import Partial, Replicate, Shard, distribute_tensor
 from dtckpt.dtensor.operators import dispatch
 
 _aten = torch.ops.aten
@@ -211,3 +212,16 @@ def test_plans_do_not_keep_tensors():
     del x
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 0, 1), (0, 2, 3, 1)], ids=str)
+def test_gradients_of_group_norm_of_no_elements(shape):
+    images, weight = torch.ones(shape, requires_grad=True), torch.ones(2, requires_grad=True)
+    F.group_norm(images, 1, weight).sum().backward()
+    ours, own = (
+        distribute_tensor(each.detach(), abstract_mesh({"x": 2}), [Replicate()]).requires_grad_()
+        for each in (images, weight)
+    )
+    F.group_norm(ours, 1, own).sum().backward()
+    assert ours.grad.shape == images.grad.shape
+    torch.testing.assert_close(own.grad.full_tensor(), weight.grad, equal_nan=True)

@@ -11,7 +11,7 @@ from support.operator_database import is_determined
 from support.operator_samples import operators, samples_of
 from support.pending_cases import ARRANGEMENTS, CALLS, DTYPES, ROUNDING, is_taken, reductions_of
 
-from dtckpt import Layout, Partial, Shard
+from dtckpt import Layout, Partial, Shard, abstract_mesh
 from dtckpt.dtensor import distribute_tensor, pack
 
 ARE_FREE = {
@@ -194,6 +194,31 @@ def test_an_average_of_integers_keeps_the_sum_within_it():
     layout = Layout.from_placements(GRID, [Partial("avg"), Partial("sum")], 1)
     pending = pack([torch.tensor([value]) for value in (1, 0, 0, 1)], layout, (1,))
     assert (pending * 5).full_tensor().item() == 5
+
+
+@pytest.mark.parametrize("kept", range(2))
+@pytest.mark.parametrize(("outer", "inner"), [("avg", "sum"), ("sum", "avg"), ("avg", "avg")])
+def test_an_average_of_integers_is_rounded_once(outer, inner, kept):
+    """The average of 1 + 0 and 0 + 1 is 1, and not the sum of 1 / 2 and 1 / 2, each rounded."""
+    placements = [Partial(outer), Partial(inner)]
+    terms = [torch.tensor([value, 2 * value]) for value in (1, 0, 0, 3)]
+    pending = pack(terms, Layout.from_placements(GRID, placements, 1), (2,))
+    for other in (R, Shard(0)):
+        target = [placement if number == kept else other for number, placement in enumerate(placements)]
+        moved = pending.redistribute(GRID, target)
+        assert list(moved.placements) == target
+        assert moved.full_tensor().tolist() == pending.full_tensor().tolist()
+
+
+def test_an_average_of_integers_within_an_extreme_is_rounded_once():
+    """Of (1 + 0 + 0 + 1) / 2 and zeros: the sum and the average within the extreme are one reduction."""
+    grid = abstract_mesh({"x": 2, "y": 2, "z": 2})
+    layout = Layout.from_placements(grid, [Partial("max"), Partial("sum"), Partial("avg")], 1)
+    pending = pack([torch.tensor([value]) for value in (1, 0, 0, 1, 0, 0, 0, 0)], layout, (1,))
+    assert pending.full_tensor().item() == 1
+    for kept in range(3):
+        target = [one if number <= kept else R for number, one in enumerate(layout.placements)]
+        assert pending.redistribute(grid, target).full_tensor().item() == 1
 
 
 def test_a_term_of_a_product_is_not_infinitely_often_zero():

@@ -1,5 +1,7 @@
 """Results have the strides, the storage offsets and the aliases that plain tensors give, on every client."""
 
+import math
+
 import pytest
 import torch
 from support.operator_checks import S0, S1, R
@@ -314,6 +316,18 @@ def test_operators_on_lists_that_fail_have_written_on_all_devices(placement):
 def test_vander(dtype, count, increasing):
     whole, ours = pair(4, dtype=dtype)
     assert_same(torch.vander(ours, count, increasing), torch.vander(whole, count, increasing))
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3, 3), (2, 4, 1, 3), (2, 1, 3, 4), (1, 3, 2, 4), (2, 3, 1, 1)], ids=str)
+@pytest.mark.parametrize("placement", [R, S0, S1], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_rolled_images(dtype, placement, shape):
+    plain = torch.arange(math.prod(shape)).to(dtype).reshape(shape).to(memory_format=torch.channels_last)
+    image = distribute_tensor(plain, MESHES[0], [placement]).to(memory_format=torch.channels_last)
+    for arguments in ((1, 0), (0, 0), (1, 1), (1, -1), ((1, 1), (0, 3)), ((0, 1), (1, 2)), (3,)):
+        rolled, expected = torch.roll(image, *arguments), torch.roll(plain, *arguments)
+        assert rolled.stride() == expected.stride(), arguments
+        assert torch.equal(rolled.full_tensor(), expected)
 
 
 def test_one_hot():

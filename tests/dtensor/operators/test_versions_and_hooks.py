@@ -42,6 +42,13 @@ def write_lists(x, v):
     return x, row, v
 
 
+def write_lists_of_plain_tensors(x, v):
+    x, plain = x.detach().clone(), torch.ones(4, 6)
+    torch._foreach_add_([plain], [v.detach()])
+    torch._foreach_mul_([x, plain], 2)
+    return x, plain
+
+
 def write_by_optimizers(x, v):
     parameter = nn.Parameter(x.detach().clone())
     versions = []
@@ -64,7 +71,10 @@ def write_by_clipping(x, v):
     return parameter.grad._version - before
 
 
-@pytest.mark.parametrize("program", [write_through_views, write_lists, write_by_optimizers, write_by_clipping])
+@pytest.mark.parametrize(
+    "program",
+    [write_through_views, write_lists, write_lists_of_plain_tensors, write_by_optimizers, write_by_clipping],
+)
 def test_version_counters(program):
     assert_as_plain(program, versions=True)
 

@@ -17,18 +17,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
+from support import dcp_plugin_cases
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
 import dtckpt
-from dtckpt import RestoreOptions, SaveOptions
+from dtckpt import RestoreOptions, SaveOptions, abstract_mesh
 from dtckpt.errors import (
     CheckpointCorruptError,
     CheckpointError,
     CheckpointExistsError,
     ConfigError,
     DTypeError,
+    ReplicaMismatchError,
     SaveDisagreementError,
     StorageError,
     TensorNameError,
@@ -415,6 +417,8 @@ def test_messages_are_pickled_by_columns():
     assert again == plan.items
     assert len({id(item.tensor_data.properties) for item in again if item.tensor_data}) == 3
     assert len(pickle.dumps(columns.WriteItems(plan.items * 50))) < len(pickle.dumps(plan.items * 50))
+    local, short = DtckptStorageWriter().prepare_local_plan(plan), replace(plan, items=columns.WriteItems(plan.items))
+    assert len(pickle.dumps(local)) < len(pickle.dumps(short)) + 50  # the items are sent once
     _, metadata = planner.create_global_plan([plan])
     items, size = metadata.state_dict_metadata, len(pickle.dumps(metadata))
     columns.ShortMetadata.shorten(metadata)
@@ -465,3 +469,55 @@ def test_a_save_of_another_thread_does_not_change_the_path(tmp_path):
     assert len(working_folders(tmp_path / "other")) == 1
     writer.reset()
     assert writer.checkpoint_id == tmp_path / "other"
+
+
+class ForgetfulPlanner(dcp.DefaultSavePlanner):
+    """Plans as a planner of a user may, which knows nothing of the writer's data."""
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        return [replace(plan, storage_data=None) for plan in plans], metadata
+
+
+def test_a_planner_without_the_writers_data(tmp_path):
+    save({"a": torch.ones(1)}, tmp_path / "saved", ForgetfulPlanner())  # one rank has no copies to compare
+    writer, plans = DtckptStorageWriter(tmp_path / "other"), [dcp.SavePlan([]), dcp.SavePlan([])]
+    writer.set_up_storage_writer(is_coordinator=True)
+    with pytest.raises(SaveDisagreementError, match="check_replicas=False"):
+        writer.prepare_global_plan(plans)
+    writer = DtckptStorageWriter(tmp_path / "other", options=SaveOptions(check_replicas=False))
+    writer.set_up_storage_writer(is_coordinator=True)
+    assert len(writer.prepare_global_plan(plans)) == 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"a": {"b.c": torch.ones(1)}}, {"a.b": {"c": torch.ones(1)}}),
+        ({"groups": [{"lr": 0.1}]}, {"groups": {"0": {"lr": 0.1}}}),
+    ],
+)
+def test_cached_plans_of_other_paths_are_refused(tmp_path, before, after):
+    dcp_plugin_cases.forget_plans()
+    save(before, tmp_path / "0", dcp.DefaultSavePlanner(enable_plan_caching=True))
+    with pytest.raises(dcp.CheckpointException) as raised:
+        save(after, tmp_path / "1", dcp.DefaultSavePlanner(enable_plan_caching=True))
+    assert isinstance(cause_of(raised), SaveDisagreementError)
+    dcp_plugin_cases.forget_plans()
+    save(after, tmp_path / "1")
+    assert dtckpt.restore(tmp_path / "1").keys() == after.keys()
+
+
+@pytest.mark.parametrize("options", [{}, {"save_as_bf16": True}, {"chunk_nbytes": 12}], ids=str)
+def test_copies_of_one_rank_are_compared(tmp_path, options):
+    layout = dtckpt.Layout(["x", "unsharded"], abstract_mesh({"x": 2, "y": 2}))
+    parts = [torch.zeros(2, 3) for _ in range(4)]
+    parts[3][0, 0] = 1
+    tree = {"w": dtckpt.pack(parts, layout)}
+    with pytest.raises(ReplicaMismatchError) as raised:
+        dtckpt.save(tmp_path / "0", tree, options=SaveOptions(**options))
+    with pytest.raises(dcp.CheckpointException) as wrapped:
+        save(tree, tmp_path / "1", options=SaveOptions(**options))
+    assert isinstance(cause_of(wrapped), ReplicaMismatchError)
+    assert str(cause_of(wrapped)) in str(raised.value)
+    save(tree, tmp_path / "1", options=SaveOptions(check_replicas=False, **options))

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 
 from dtckpt.comm import torch_private
-from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, run_on_meta, signature_of, tensors_in
+from dtckpt.dtensor.operators.call import (
+    Call,
+    Operator,
+    raise_versions,
+    replace_tensors,
+    run_on_meta,
+    signature_of,
+    tensors_in,
+)
 from dtckpt.dtensor.operators.mesh_groups import run_groups, split_by_index
 from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, write_into
 from dtckpt.dtensor.operators.pending_passes import exact_rule, result_dtypes
@@ -78,8 +86,6 @@ class ForeachPlan:
         is_scaled = "grad_scale" not in call or call["grad_scale"] is not None
         names = [name for name in signature.written if is_scaled or name != "grads"]
         self._written = tuple(position for name in names for position in positions.get(name, ()))
-        # PyTorch counts the writes of these operators tensor by tensor, and those of fused steps not at all.
-        self._raises_versions = call.func.name().startswith("aten::_foreach_")
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
@@ -107,8 +113,7 @@ class ForeachPlan:
             if moved[position] is not tensors[position]:
                 write_into(moved[position], tensors[position])
             finish_write(tensors[position])
-        if self._raises_versions:
-            torch.autograd.graph.increment_version([tensors[position] for position in self._written])
+        raise_versions(self.func, [tensors[position] for position in self._written])
         if error is not None:
             raise error
         return None
