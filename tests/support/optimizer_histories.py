@@ -534,7 +534,13 @@ class Oracle:
 
     def found(self) -> list[str]:
         """Return the parameters of the target's optimizers whose state is saved."""
-        return [name for name in self.target.trained() if name in self.old.of]
+        return [name for name in self.target.trained() if name in self.old.of and name not in self._renamed()]
+
+    def _renamed(self) -> set[str]:
+        """Return the tied weight, if it is known by another one of its names and no module tells that both are one."""
+        firsts = {next((layer for layer in job.layers if layer in job.tied), "") for job in (self.saved, self.target)}
+        is_lost = self.target.tree == "nothing" and len(firsts) > 1
+        return {f"{min(self.saved.tied)}.weight"} if is_lost else set()
 
     def missing(self) -> set[str]:
         """Return the parameters that the target asks for in vain."""
@@ -590,7 +596,8 @@ class Oracle:
 
     def expected(self) -> Snapshot:
         """Return the target after the restore."""
-        state = {name: each for name, each in self.own.state.items() if name not in self.old.of}
+        found = self.found()
+        state = {name: each for name, each in self.own.state.items() if name not in found}
         state |= {name: self.old.state[name] for name in self.found() if name in self.old.state}
         groups = []
         for number, (place, own) in enumerate(self.own.groups):
@@ -604,8 +611,8 @@ class Oracle:
 
     def source(self, number: int) -> int | None:
         """Return the saved group that most members of a group of the target had; the first of those equally many."""
-        members = [name for name, group in self.own.of.items() if group == number]
-        counts = Counter(self.old.of[name] for name in members if name in self.old.of)
+        members = [name for name, group in self.own.of.items() if group == number and name in self.found()]
+        counts = Counter(self.old.of[name] for name in members)
         return counts.most_common(1)[0][0] if counts else None
 
     def _saved_options(self, group: int) -> dict[str, Any]:
