@@ -46,9 +46,10 @@ class ParameterNames:
                 self._by_memory[memory].append(name)
 
     def of(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of a parameter; none if it is not in the tree."""
-        own = self._by_id.get(id(parameter), [])
-        return tuple(dict.fromkeys((*own, *self._by_memory.get(memory_of(parameter), ()))))
+        """Return the names of a parameter, those of stored tensors first; none if it is not in the tree."""
+        stored = self._by_memory.get(memory_of(parameter), ())
+        # What a module stores in a way of its own, or not at all, has the name within the module.
+        return tuple(dict.fromkeys((*stored, *self._by_id.get(id(parameter), ()))))
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:

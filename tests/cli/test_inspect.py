@@ -57,6 +57,17 @@ def rows_of(result, header="TENSOR"):
     return lines[start + 1 : stop]
 
 
+def test_the_state_of_an_optimizer_has_the_names_of_its_parameters(run, tmp_path):
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    dtckpt.save(tmp_path / "s", {"model": model, "optimizer": optimizer})
+    lines = run("inspect", tmp_path / "s").out.splitlines()
+    assert any(line.startswith("optimizer/state/model/weight/momentum_buffer ") for line in lines)
+    assert any(line.split() == ["optimizer/param_groups/0/params/0", "'model/weight'"] for line in lines)
+
+
 def test_tensors_that_are_alike_share_a_line_in_natural_order(run, layered):
     rows = [row.split() for row in rows_of(run("inspect", layered))]
     assert [row[:3] for row in rows] == [

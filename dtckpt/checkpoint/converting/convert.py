@@ -106,7 +106,8 @@ def convert(
         validate_apart(checkpoint.path, where)
         globs = [select] if isinstance(select, str) else select
         new_dtype = None if dtype is None else dtype_name(dtype)
-        export = plan_export(checkpoint, select=globs, rename=rename, dtype=new_dtype, tied=tied)
+        numbers = form in FILE_TARGETS and FILE_TARGETS[form].numbers_parameters
+        export = plan_export(checkpoint, select=globs, rename=rename, dtype=new_dtype, tied=tied, is_numbered=numbers)
         validate_tied(checkpoint, export, tied or {})
         conversion: _Conversion
         if form in FILE_TARGETS:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from dtckpt.checkpoint.converting.optimizer_states import with_new_names, with_numbers
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.checkpoint.restoring.optimizer_match import rename_optimizers
 from dtckpt.checkpoint.restoring.rename_rules import Rename, renamed, validate_rename
 from dtckpt.errors import ConfigError, TensorNameError, TensorNotFoundError, capped
 from dtckpt.format import tree as trees
@@ -83,6 +85,7 @@ def plan_export(
     rename: Rename | None = None,
     dtype: str | None = None,
     tied: Mapping[str, str] | None = None,
+    is_numbered: bool = False,
 ) -> Export:
     """Choose and name what is written of a checkpoint.
 
@@ -93,6 +96,7 @@ def plan_export(
         dtype: New dtype of the floating-point tensors.
         tied: By new name, the new name of the tensor that one is tied to, besides those that the files tell. Whether
             their elements are equal is not looked at here.
+        is_numbered: Whether optimizers number their parameters, as ``Optimizer.load_state_dict`` asks for it.
 
     Raises:
         TensorNotFoundError: A glob matches nothing, or a tensor to be tied is not there.
@@ -112,7 +116,14 @@ def plan_export(
     paths = [path for path, _ in trees.value_nodes(structure)]
     names = renamed(rename, [*old_names, *paths])
     if names:
+        names, of_parameters = rename_optimizers(structure, names)
         structure = trees.relabel(trees.rename(structure, names), names)
+        structure, moved = with_new_names(structure, of_parameters)
+        names |= _following(old_names, names, moved)
+    if is_numbered:
+        structure, moved = with_numbers(structure)
+        names |= _following(old_names, names, moved)
+    if names:
         new_names = {names.get(old, old): old for old in old_names}
         old_names = [new_names[name] for name in trees.tensor_names(structure)]
     infos = [checkpoint.info(old) for old in old_names]
@@ -129,6 +140,11 @@ def plan_export(
         return elements
 
     return Export(tensors, structure, _tied(tensors, told, tied or {}), read_array)
+
+
+def _following(old_names: Iterable[str], names: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, str]:
+    """Return the new names by the old ones of what moves once more."""
+    return {old: moved[new] for old in old_names if (new := names.get(old, old)) in moved}
 
 
 def _selected(checkpoint: Checkpoint, select: Sequence[str]) -> trees.Node:

@@ -32,6 +32,7 @@ class FileTarget:
             replace.
         plan_folder: Plans the files of a directory, given the bound on the bytes of one; None if there are none.
         plan_file: Plans one file of a name; None if the format needs a directory.
+        numbers_parameters: Whether optimizers have numbers in place of the names of their parameters.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class FileTarget:
     is_own: Callable[[str], bool]
     plan_folder: Callable[[Export, int], Sequence[FilePlan]] | None
     plan_file: Callable[[Export, str], Sequence[FilePlan]] | None
+    numbers_parameters: bool = False
 
 
 FILE_TARGETS: dict[str, FileTarget] = {
@@ -64,6 +66,7 @@ FILE_TARGETS: dict[str, FileTarget] = {
             is_own=lambda _: False,
             plan_folder=None,
             plan_file=torch_target.plan_file,
+            numbers_parameters=True,
         ),
     )
 }

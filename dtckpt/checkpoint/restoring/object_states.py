@@ -43,6 +43,7 @@ class Scope:
         fixed: The storages of modules that the object holds; their tensors neither come, go nor change their shape.
         by_key: The scopes of items, where they differ from `inner`.
         keeps: Keys of items that stay as they are where they were not saved.
+        fills: Whether a container that is still empty is filled with what was saved.
     """
 
     adds: bool = False
@@ -53,6 +54,7 @@ class Scope:
     is_numbered: bool = False
     by_key: Mapping[Any, Scope] = field(default_factory=dict)
     keeps: frozenset[Any] = frozenset()
+    fills: bool = True
     optimizer: type | None = None
 
     def below(self, key: Any) -> Scope:
@@ -101,7 +103,7 @@ def scope_of_object(target: Any, state: Any) -> Scope:
     if isinstance(target, nn.Module | FixedState):
         # What a module adds to its state may be anything.
         extra = [key for key in state if str(key).rpartition(".")[2] == "_extra_state"]
-        return Scope(by_key=dict.fromkeys(extra, _OPEN))
+        return Scope(by_key=dict.fromkeys(extra, _OPEN), fills=False)
     if isinstance(target, OpenState):
         return _OPEN
     if isinstance(target, Optimizer) and isinstance(state, Mapping) and "param_groups" in state:

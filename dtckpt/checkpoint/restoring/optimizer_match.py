@@ -7,7 +7,8 @@ The order of parameters, their division into groups, and the number of optimizer
 
 A parameter may have several names (tied parameters), and a saved one has that of its tensor in the tree, that which the
 optimizer got with it, or only a number. What matches is looked for in several rounds, the surest first: the name in the
-tree; without wrappers of modules; the name that the optimizer got; the name within the module. Numbers match by
+tree; without wrappers of modules; the name that the optimizer got; the name within the module. The last two are for
+parameters of which one has no name in the tree: two that have other names there are two parameters. Numbers match by
 position, if there are no names to go by.
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, Literal
 
 from dtckpt.checkpoint.parameter_names import own_names_of
@@ -61,13 +63,16 @@ def parameters_of_groups(groups: Any, names: Sequence[tuple[str, ...]] | None = 
 
     Args:
         groups: ``param_groups`` of its state.
-        names: The names of each parameter in the tree; default: its key, where that is a name.
+        names: The names of each parameter in the tree; default: its key, where that is a name in the tree.
     """
     keys = [(key, number) for number, group in enumerate(groups) for key in group["params"]]
-    found = names or [(key,) if isinstance(key, str) else () for key, _ in keys]
+    own = own_names_of(groups)
+    # A key that is the optimizer's own name was saved for want of a name in the tree.
+    found = names or [
+        (key,) if isinstance(key, str) and key != given else () for (key, _), given in zip(keys, own, strict=True)
+    ]
     return [
-        Parameter(key, own_names, own, number)
-        for (key, number), own_names, own in zip(keys, found, own_names_of(groups), strict=True)
+        Parameter(key, in_tree, given, number) for (key, number), in_tree, given in zip(keys, found, own, strict=True)
     ]
 
 
@@ -110,11 +115,9 @@ class SavedOptimizer:
         by_text = {str(key): child for key, child in state.items()}
         return cls(tuple(parameters_of_groups(plain)), by_text, tuple(opened), path)
 
-    def renamed(self, names: Mapping[str, str]) -> SavedOptimizer:
+    def renamed(self, names: Mapping[Any, str]) -> SavedOptimizer:
         """Return the same with other names of the parameters in the tree, by those in the checkpoint."""
-        if not names:
-            return self
-        new = [replace(each, names=tuple(names.get(name, name) for name in each.names)) for each in self.parameters]
+        new = [replace(each, names=(names[each.key],)) if each.key in names else each for each in self.parameters]
         return replace(self, parameters=tuple(new))
 
 
@@ -161,7 +164,7 @@ def _optimizers_in(node: Node, path: tuple[str, ...]) -> Iterator[SavedOptimizer
     if saved is None:
         for key, child in opened[1]:
             yield from _optimizers_in(child, (*path, str(key)))
-    elif any(each.names for each in saved.parameters):
+    elif any(each.has_name for each in saved.parameters):
         yield saved
 
 
@@ -216,11 +219,12 @@ def match_optimizer(wanted: Sequence[Parameter], num_groups: int, saved: SavedOp
     rules: dict[int, Rule] = {}
     own, every = saved.own, range(len(saved.optimizers))
     # Its own place first: two optimizers may have the same parameters.
-    for some in ([] if own is None else [own], [number for number in every if number != own]):
+    in_order = ([] if own is None else [own], [number for number in every if number != own])
+    for labels, some in product(_ROUNDS, in_order):
         if len(found) == len(wanted):
             break  # the usual case; some jobs have an optimizer for each parameter
         places = [(number, at) for number in some for at in range(len(saved.optimizers[number].parameters))]
-        new = _match_names(wanted, found, {place: saved.parameter(place) for place in places})
+        new = _match_names(labels, wanted, found, {place: saved.parameter(place) for place in places})
         found |= new
         rules |= dict.fromkeys(new, "name")
     if own is not None:
@@ -263,31 +267,28 @@ def _anywhere(parameter: Parameter) -> Collection[str]:
 
 
 _ROUNDS: tuple[_Labels, ...] = (_in_tree, _in_tree_unwrapped, _given, _anywhere)
+_OF_THE_TREE = (_in_tree, _in_tree_unwrapped)
 
 
 def _match_names(
-    wanted: Sequence[Parameter], found: Collection[int], saved: Mapping[Place, Parameter]
+    labels: _Labels, wanted: Sequence[Parameter], found: Mapping[int, Place], saved: Mapping[Place, Parameter]
 ) -> dict[int, Place]:
     """Return the place of the saved parameter for each of those that are not found yet, where a name tells it."""
-    matched: dict[int, Place] = {}
-    for labels in _ROUNDS:
-        taken = {*matched.values()}
-        by_label: dict[str, set[Place]] = defaultdict(set)
-        for place, parameter in saved.items():
-            if place not in taken:
-                for label in labels(parameter):
-                    by_label[label].add(place)
-        choices = {
-            at: set().union(*(by_label.get(label, set()) for label in labels(parameter)))
-            for at, parameter in enumerate(wanted)
-            if at not in found and at not in matched
-        }
-        # A name that several have tells nothing.
-        claims = Counter(place for places in choices.values() for place in places)
-        matched |= {
-            at: next(iter(places)) for at, places in choices.items() if len(places) == 1 and claims[min(places)] == 1
-        }
-    return matched
+    taken = {*found.values()}
+    by_label: dict[str, set[Place]] = defaultdict(set)
+    for place, parameter in saved.items():
+        if place not in taken:
+            for label in labels(parameter):
+                by_label[label].add(place)
+    choices: dict[int, set[Place]] = {}
+    for at, parameter in enumerate(wanted):
+        if at not in found:
+            places = set().union(*(by_label.get(label, set()) for label in labels(parameter)))
+            is_sure = labels in _OF_THE_TREE or not parameter.names
+            choices[at] = places if is_sure else {place for place in places if not saved[place].names}
+    # A name that several have tells nothing.
+    claims = Counter(place for places in choices.values() for place in places)
+    return {at: min(places) for at, places in choices.items() if len(places) == 1 and claims[min(places)] == 1}
 
 
 def _match_positions(

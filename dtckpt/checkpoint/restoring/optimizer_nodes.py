@@ -7,6 +7,7 @@ put into the places where the target looks for it.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,8 @@ _OF_SCHEDULERS = frozenset(
     {"base_momentum", "initial_lr", "initial_momentum", "max_lr", "max_momentum", "min_lr", "swa_lr"}
 )
 """Options of a group that schedulers add."""
+_OF_CLASSES = frozenset({"amsgrad", "momentum_decay", "weight_decay"})
+"""Options as old as the classes that have them: a checkpoint that lacks them has the state of another class."""
 _BY_GROUP = re.compile(r".*(_lrs|_lr|_momentums|lambdas)")
 """Names of lists in a scheduler's state that have an item for each group of its optimizer."""
 
@@ -43,7 +46,8 @@ class TargetState:
 
     Args:
         node: The state.
-        used: Paths of plain values of the checkpoint that the target takes, or that its order of parameters replaces.
+        used: Names of tensors, and paths of plain values, of the checkpoint that the target takes, or that its order of
+            parameters replaces.
         renamed: Name in the target by the name in the checkpoint, of the tensors where they differ.
         missing: Paths of the parameters that the checkpoint lacks.
         owners: Rule by path of a part of the state.
@@ -158,20 +162,22 @@ class _Rewriter:
     def _use(
         self, saved: SavedOptimizer, at: tuple[str, ...], items: Mapping[Any, Node], keys: Collection[Any]
     ) -> None:
-        """Note that the target takes the plain values of some items."""
+        """Note that the target takes some items."""
         for key in items.keys() & keys:
             path = (*saved.path, *at, str(key))
             below = (below for below, _ in trees.value_nodes(items[key]))
             self.made.used.update("/".join((*path, end) if end else path) for end in below)
+            self.made.used.update(trees.tensor_names(items[key]))
 
 
 def lacking_options(wanted: Collection[str], saved: Collection[str]) -> frozenset[str]:
     """Return the options of a group that a checkpoint lacks because PyTorch did not have them yet.
 
-    There are none if the checkpoint has options that the target lacks: it has the state of another class then.
+    There are none if the checkpoint has options that the target lacks, or lacks options that its class has always had:
+    it has the state of another class then.
     """
-    own = {*saved} - _MEMBERS - _OF_SCHEDULERS
-    return frozenset(wanted) - frozenset(saved) if own <= {*wanted} else frozenset()
+    lacking, own = frozenset(wanted) - frozenset(saved), {*saved} - _MEMBERS - _OF_SCHEDULERS
+    return lacking if own <= {*wanted} and not lacking & _OF_CLASSES else frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,51 +186,71 @@ class Regrouping:
 
     Args:
         sources: For each group of the target, the saved group whose options it takes; None if it keeps its own.
-        num_saved: How many groups there were.
+        own: The position of the saved optimizer in the same place of the tree; None if there is none.
+        sizes: How many groups each saved optimizer has.
     """
 
-    sources: tuple[int | None, ...]
-    num_saved: int
+    sources: tuple[Place | None, ...]
+    own: int | None
+    sizes: tuple[int, ...]
 
     @property
     def is_same(self) -> bool:
         """Whether the groups are the saved ones, in their order."""
-        return self.sources == tuple(range(self.num_saved))
+        return self.own is not None and self.sources == tuple((self.own, at) for at in range(self.sizes[self.own]))
 
-    def scheduler(self, node: Node, state: Mapping[str, Any], where: str) -> Node:
+    @property
+    def optimizers(self) -> list[int]:
+        """The saved optimizers that the groups are of: first its own, else the one that most of them are of."""
+        counts = Counter(place[0] for place in self.sources if place is not None)
+        found = [number for number, _ in counts.most_common()]
+        if self.own is None or (found and self.own not in found):
+            return found
+        return [self.own, *(number for number in found if number != self.own)]
+
+    def scheduler(self, nodes: Mapping[int, Node], state: Mapping[str, Any], where: str) -> Node:
         """Return the saved state of a scheduler with the items of its lists in the order of the target's groups.
 
         Args:
-            node: The saved state.
+            nodes: The saved states of the schedulers of `optimizers`; all but the lists is from the first of them.
             state: The state of the target's scheduler.
             where: Its path, for messages.
 
         Raises:
             ShapeMismatchError: A list has not one item for each group that was saved.
         """
-        opened = trees.items_of(node)
-        if opened is None or "dict" not in node:
-            return node
-        return {"dict": [[key, self._item(key, child, state.get(key), where)] for key, child in opened[1]]}
-
-    def _item(self, key: Any, node: Node, own: Any, where: str) -> Node:
-        ((kind, items),) = node.items()
-        if kind not in ("list", "tuple") or not isinstance(own, list | tuple):
-            return node
-        if key == "_schedulers" and len(own) == len(items):
-            return {kind: [self.scheduler(each, below, where) for each, below in zip(items, own, strict=True)]}
-        if not _BY_GROUP.fullmatch(str(key)) or len(own) != len(self.sources):
-            return node
-        if len(items) != self.num_saved and any(each != items[0] for each in items):
-            raise ShapeMismatchError(
-                f"scheduler at {where!r}: {key!r} has an item for each group of the optimizer; got {len(items)} items, "
-                f"saved with {self.num_saved} groups; save the scheduler where the optimizer has all of its groups"
-            )
+        opened = {number: _items(node) for number, node in nodes.items()}
+        first = next(iter(opened))
         return {
-            kind: [
-                trees.flatten(own[at], lambda _: False, at=where)[1]
-                if source is None or not items
-                else items[min(source, len(items) - 1)]
-                for at, source in enumerate(self.sources)
+            "dict": [
+                [key, self._item(key, {at: each[key] for at, each in opened.items() if key in each}, state, where)]
+                for key in opened[first]
             ]
         }
+
+    def _item(self, key: str, nodes: Mapping[int, Node], state: Mapping[str, Any], where: str) -> Node:
+        own, first = state.get(key), next(iter(nodes.values()))
+        ((kind, _),) = first.items()
+        if kind not in ("list", "tuple") or not isinstance(own, list | tuple):
+            return first
+        lists = {number: node[kind] for number, node in nodes.items() if kind in node}
+        if key == "_schedulers" and all(len(each) == len(own) for each in lists.values()):
+            columns = ({number: each[at] for number, each in lists.items()} for at in range(len(own)))
+            return {kind: [self.scheduler(each, below, where) for each, below in zip(columns, own, strict=True)]}
+        if not _BY_GROUP.fullmatch(key) or len(own) != len(self.sources):
+            return first
+        for number, items in lists.items():
+            if len(items) != self.sizes[number] and any(each != items[0] for each in items):
+                raise ShapeMismatchError(
+                    f"scheduler at {where!r}: {key!r} has an item for each group of the optimizer; got {len(items)} "
+                    f"items, saved with {self.sizes[number]} groups; save the scheduler where the optimizer has all of "
+                    "its groups"
+                )
+        kept = [trees.flatten(value, lambda _: False, at=where)[1] for value in own]
+        found = [lists.get(place[0], [])[: place[1] + 1] if place else [] for place in self.sources]
+        return {kind: [items[-1] if items else value for items, value in zip(found, kept, strict=True)]}
+
+
+def _items(node: Node) -> dict[str, Node]:
+    opened = trees.items_of(node)
+    return {} if opened is None else {str(key): child for key, child in opened[1]}

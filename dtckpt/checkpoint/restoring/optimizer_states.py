@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.optim import LBFGS, Optimizer
 
 from dtckpt.checkpoint.parameter_names import is_numbered, parameters_of
@@ -18,8 +19,17 @@ from dtckpt.checkpoint.restoring.optimizer_match import (
 )
 from dtckpt.checkpoint.restoring.optimizer_nodes import EMPTY, Regrouping, TargetState, rewrite_state
 from dtckpt.checkpoint.restoring.target_tree import TargetTree
-from dtckpt.errors import TreeError
-from dtckpt.format.tree import Node, items_of
+from dtckpt.errors import ShapeMismatchError, TreeError
+from dtckpt.format.names import name_of_key
+from dtckpt.format.tree import Node, items_of, name_of_tensor
+
+Saved = tuple[tuple[str, ...], Node]
+"""The keys that lead to a part of a checkpoint, and the part."""
+
+
+def is_scheduler(target: Any) -> bool:
+    """Whether an object's state depends on the groups of an optimizer that it holds."""
+    return isinstance(getattr(target, "optimizer", None), Optimizer)
 
 
 class OptimizerStates:
@@ -28,58 +38,89 @@ class OptimizerStates:
     Args:
         target: The target.
         new_names: New name by name in the checkpoint, of the tensors that are renamed.
+        shape_of: Returns the shape of a tensor of the checkpoint, by its name there.
     """
 
-    def __init__(self, target: TargetTree, new_names: Mapping[str, str]) -> None:
+    def __init__(
+        self, target: TargetTree, new_names: Mapping[str, str], shape_of: Callable[[str], tuple[int, ...]]
+    ) -> None:
         self._target = target
+        self._shape_of = shape_of
         self._new_names = new_names
         # By id of an optimizer.
         self._pools: dict[int, SavedOptimizers] = {}
         self._groups: dict[int, Regrouping] = {}
+        # By id of a scheduler: what was saved in its container, by key, each with its path.
+        self._schedulers: dict[int, dict[str, Saved]] = {}
+        # What names in the target begin with, and what they begin with in the checkpoint.
+        self._clients: dict[str, str] = {}
+
+    def note_client(self, path: Sequence[str], number: int) -> None:
+        """Note that what is at a path, which differs by client, was saved by a client with a number."""
+        prefix = "".join(f"{name_of_key(key)}/" for key in path)
+        self._clients[prefix] = f"{prefix}{number}/"
 
     def pool(self, items: Any, node: Node, path: tuple[str, ...]) -> Node:
         """Note that optimizers in one container share what was saved in it; return a node with a place for each.
 
         An optimizer for each parameter or for each part of a model: which of them has a parameter may have changed.
+        Their schedulers share in the same way.
         """
         children = dict(items) if isinstance(items, Mapping) else dict(enumerate(items))
         opened = items_of(node)
-        if not children or opened is None or not all(isinstance(child, Optimizer) for child in children.values()):
+        if not children or opened is None or opened[0] not in node:
             return node
-        kind, nodes = opened[0], dict(opened[1])
+        nodes = dict(opened[1])
+        if all(isinstance(child, Optimizer) for child in children.values()):
+            return self._pool_optimizers(children, nodes, node, path)
+        if all(map(is_scheduler, children.values())):
+            shared = {str(key): ((*path, str(key)), each) for key, each in nodes.items()}
+            self._schedulers |= {id(child): shared for child in children.values()}
+            return _with_places(node, children, {"dict": []})
+        return node
+
+    def _pool_optimizers(
+        self, children: Mapping[Any, Any], nodes: Mapping[Any, Node], node: Node, path: tuple[str, ...]
+    ) -> Node:
         saved = {key: SavedOptimizer.of(each, (*path, str(key))) for key, each in nodes.items()}
         found = {key: each.renamed(self._new_names) for key, each in saved.items() if each is not None}
-        if kind not in node or not found or len(found) < len(saved):
+        if not found or len(found) < len(saved):
             return node
         numbers = {key: number for number, key in enumerate(found)}
         for key, child in children.items():
             self._pools[id(child)] = SavedOptimizers(tuple(found.values()), numbers.get(key))
-        if kind == "dict":
-            return {"dict": [*node["dict"], *([key, EMPTY] for key in children if key not in nodes)]}
-        return {kind: [nodes.get(number, EMPTY) for number in children]}
+        return _with_places(node, children, EMPTY)
 
     def match_object(self, optimizer: Optimizer, node: Node, path: tuple[str, ...]) -> TargetState | None:
         """Return the saved state of an optimizer in its terms; None if the node is not the state of an optimizer.
 
         Raises:
-            ShapeMismatchError: It has other parameters, and no names to tell which.
+            ShapeMismatchError: It has other parameters, and no names to tell which; or state that is found by position
+                fits its parameter not at all.
             TreeError: Its state depends on the order of the parameters, which is another one.
         """
         state, parameters = self._target.state_of(optimizer), parameters_of(optimizer)
         if not is_numbered(state, len(parameters)):
             return None
-        names = self._target.parameter_names
-        wanted = parameters_of_groups(state["param_groups"], [names.of(each) for each in parameters])
+        wanted = parameters_of_groups(state["param_groups"], [*map(self._names_of, parameters)])
         saved = self._pools.get(id(optimizer)) or self._saved_at(node, path)
         if saved is None:
             return None
         match = match_optimizer(wanted, len(state["param_groups"]), saved)
         if isinstance(optimizer, LBFGS):
-            _validate_order(match, wanted, path)
-        if saved.own is not None:
-            sources = (place[1] if place is not None and place[0] == saved.own else None for place in match.groups)
-            self._groups[id(optimizer)] = Regrouping(tuple(sources), len(saved.optimizers[saved.own].groups))
+            _validate_order(match, wanted, saved, path)
+        else:
+            self._validate_shapes(match, parameters, saved, path)
+        self._groups[id(optimizer)] = Regrouping(
+            match.groups, saved.own, tuple(len(each.groups) for each in saved.optimizers)
+        )
         return rewrite_state(wanted, state["param_groups"], match, saved, path)
+
+    def _names_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        names = self._target.parameter_names.of(parameter)
+        for prefix, saved in self._clients.items():
+            names = tuple(saved + name.removeprefix(prefix) if name.startswith(prefix) else name for name in names)
+        return names
 
     def match_dict(self, items: Mapping[Any, Any], node: Node, path: tuple[str, ...]) -> TargetState | None:
         """Return the saved state for a dict as ``Optimizer.state_dict()`` returns it. Otherwise as `match_object`."""
@@ -92,28 +133,90 @@ class OptimizerStates:
         wanted = parameters_of_groups(groups)
         return rewrite_state(wanted, groups, match_optimizer(wanted, len(groups), saved), saved, path)
 
-    def regroup(self, target: Any, state: Any, node: Node, path: tuple[str, ...]) -> Node:
-        """Return the saved state of a scheduler, in the order of the groups that its optimizer has in the target."""
-        regrouping = self._groups.get(id(getattr(target, "optimizer", None)))
-        if regrouping is None or regrouping.is_same or not isinstance(state, Mapping):
-            return node
-        return regrouping.scheduler(node, state, "/".join(path))
+    def regroup(self, target: Any, state: Any, node: Node, path: tuple[str, ...]) -> tuple[Node, Sequence[Saved]]:
+        """Return the saved state of a scheduler for the groups that its optimizer has in the target.
+
+        Returns:
+            The state, and what it is made of; nothing if that is the node itself.
+
+        Raises:
+            ShapeMismatchError: A list of the state has not one item for each group.
+            TreeError: The groups are of several saved optimizers, whose schedulers are not found.
+        """
+        optimizer = getattr(target, "optimizer", None)
+        regrouping = self._groups.get(id(optimizer))
+        if regrouping is None or regrouping.is_same or not isinstance(state, Mapping) or not regrouping.optimizers:
+            return node, ()
+        pool = self._pools.get(id(optimizer), SavedOptimizers((), None))
+        keys = [each.path[-1] for each in pool.optimizers]
+        siblings = self._schedulers.get(id(target), {})
+        parts = {regrouping.own: (path, node)} if regrouping.own in regrouping.optimizers else {}
+        for number in regrouping.optimizers:
+            if number not in parts:
+                if {*siblings} != {*keys}:
+                    raise TreeError(
+                        f"scheduler at {'/'.join(path)!r}: its optimizer has parameters of the saved optimizer at "
+                        f"{'/'.join(pool.optimizers[number].path)!r}, whose scheduler cannot be told; keep schedulers "
+                        "in a list or dict with the keys of their optimizers"
+                    )
+                parts[number] = siblings[keys[number]]
+        in_order = {number: parts[number][1] for number in regrouping.optimizers}
+        # What the places of groups that are no more had is not unexpected.
+        return regrouping.scheduler(in_order, state, "/".join(path)), [(path, node), *parts.values()]
+
+    def _validate_shapes(
+        self, match: Match, parameters: Sequence[torch.Tensor], saved: SavedOptimizers, path: tuple[str, ...]
+    ) -> None:
+        """Check that state which is found by position may be that of its parameter."""
+        for number, (parameter, rule, place) in enumerate(zip(parameters, match.rules, match.sources, strict=True)):
+            if rule != "position" or place is None:
+                continue
+            source, label = saved.optimizers[place[0]], saved.parameter(place).label
+            nodes = items_of(source.state.get(str(saved.parameter(place).key), EMPTY)) or ("", [])
+            names = [name for _, node in nodes[1] if (name := name_of_tensor(node)) is not None]
+            # Other tensors count steps, or hold blocks of a larger whole.
+            shapes = [shape for name in names if 0 < len(shape := self._shape_of(name)) == parameter.dim()]
+            # Factored state has one row, or one column.
+            if shapes and not any(_fits(shape, parameter.shape) for shape in shapes):
+                raise ShapeMismatchError(
+                    f"optimizer at {'/'.join(path)!r}: its parameters are found by their position, and number {number} "
+                    f"has another shape; got {tuple(parameter.shape)} in the target, the saved state "
+                    f"{'/'.join((*source.path, 'state', name_of_key(label)))!r} has {shapes[0]}; restore into an "
+                    "optimizer with the parameters in the saved order"
+                )
 
     def _saved_at(self, node: Node, path: tuple[str, ...]) -> SavedOptimizers | None:
         saved = SavedOptimizer.of(node, path)
         return None if saved is None else SavedOptimizers((saved.renamed(self._new_names),), 0)
 
 
+def _with_places(node: Node, keys: Collection[Any], empty: Node) -> Node:
+    """Return the node of a container with a place for each key of a target's container."""
+    ((kind, content),) = node.items()
+    if kind == "dict":
+        known = [key for key, _ in content]
+        return {"dict": [*content, *([key, empty] for key in keys if type(key) in (int, str) and key not in known)]}
+    return {kind: [*content, *(empty for _ in keys)][: len(keys)]}
+
+
+def _fits(shape: Sequence[int], parameter: Sequence[int]) -> bool:
+    return all(size in (1, wanted) for size, wanted in zip(shape, parameter, strict=True))
+
+
 def _is_group(group: Any) -> bool:
     return isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
 
 
-def _validate_order(match: Match, wanted: Sequence[Parameter], path: tuple[str, ...]) -> None:
-    """Check that an optimizer whose state is of all parameters in order has the order that was saved."""
-    for number, (parameter, place) in enumerate(zip(wanted, match.sources, strict=True)):
-        if place is not None and place[1] != number:
-            raise TreeError(
-                f"optimizer at {'/'.join(path)!r}: the state of LBFGS is of all parameters in their order, which is "
-                f"another one; got {parameter.label!r} as number {number} in the target, saved as number {place[1]}; "
-                "make the optimizer of the parameters in the saved order"
-            )
+def _validate_order(match: Match, wanted: Sequence[Parameter], saved: SavedOptimizers, path: tuple[str, ...]) -> None:
+    """Check that an optimizer whose state is of all parameters in order has the saved parameters in their order."""
+    sources = [None if place is None else saved.parameter(place).label for place in match.sources]
+    numbers = {place[0] for place in match.sources if place is not None}
+    old = [each.label for number in sorted(numbers) for each in saved.optimizers[number].parameters]
+    if len(numbers) > 1 or (numbers and sources != old):
+        at = next((at for at, pair in enumerate(zip(sources, old, strict=False)) if pair[0] != pair[1]), len(old))
+        got, expected = (repr(some[at]) if at < len(some) else "none" for some in ([e.label for e in wanted], old))
+        raise TreeError(
+            f"optimizer at {'/'.join(path)!r}: the state of LBFGS is of all parameters in their order, which is "
+            f"another one; got {got} as number {at} in the target, saved {expected}; make the optimizer of the saved "
+            "parameters in the saved order"
+        )

@@ -40,7 +40,7 @@ from dtckpt.checkpoint.restoring.object_states import (
 )
 from dtckpt.checkpoint.restoring.optimizer_match import Rule, rename_optimizers
 from dtckpt.checkpoint.restoring.optimizer_nodes import TargetState
-from dtckpt.checkpoint.restoring.optimizer_states import OptimizerStates
+from dtckpt.checkpoint.restoring.optimizer_states import OptimizerStates, is_scheduler
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
 from dtckpt.checkpoint.restoring.target_tree import TargetTree, is_stateful_target, items_of_target
@@ -175,7 +175,7 @@ class _Matcher:
         self._client = client
         self._target = target
         self._layouts = layouts
-        self._optimizers = OptimizerStates(target, of_parameters)
+        self._optimizers = OptimizerStates(target, of_parameters, lambda name: checkpoint.info(name).shape)
         self._has_text_keys = has_text_keys
         self.used: set[str] = set()
         self.renamed: dict[str, str] = {}
@@ -290,7 +290,7 @@ class _Matcher:
     def _visit_object(
         self, target: Any, node: trees.Node, path: tuple[str, ...], *, is_late: bool = False
     ) -> Callable[[], Any]:
-        if isinstance(getattr(target, "optimizer", None), Optimizer) and not is_late:
+        if is_scheduler(target) and not is_late:
             self._late.append(lambda: self._visit_object(target, node, path, is_late=True))
             return lambda: target
         state = self._target.state_of(target)
@@ -298,9 +298,10 @@ class _Matcher:
         scope = scope_of_object(target, state)
         if isinstance(target, Optimizer):
             node, scope = self._match_optimizer(self._optimizers.match_object(target, node, path), node, scope)
-        elif (regrouped := self._optimizers.regroup(target, state, node, path)) is not node:
-            self._use(node, path)
-            node = regrouped
+        else:
+            node, parts = self._optimizers.regroup(target, state, node, path)
+            for at, part in parts:
+                self._use(part, at)
         renewed = self.visit(state, node, path, scope)
         self.modules.validate(target, state, "/".join(path))
         self.modules.note_parameters(parameters_of(target), "/".join(path))
@@ -383,6 +384,7 @@ class _Matcher:
         saved = dict(self._saved_items(node, "dict", path))
         source = target.source(saved, node["type"][1], self._client, "/".join(path))
         if source is not None:
+            self._optimizers.note_client(path, source)
             renewed = self.visit(target.value, saved[source], (*path, str(source)), scope)
             return lambda: target.assign(renewed())
         if not callable(target.on_resize):
@@ -449,7 +451,7 @@ class _Matcher:
                 if is_tensor(child):
                     self._lacking[where] = child
         # A dict of optimizer state that is still empty is filled with what was saved.
-        if scope.adds or (not items and isinstance(target, Mapping | SimpleNamespace)):
+        if scope.adds or (scope.fills and not items and isinstance(target, Mapping | SimpleNamespace)):
             taken = {*items, *saved_keys.values()}
             # Clients ask for their own; what nobody asks for is unexpected.
             taken |= set() if scope.drops else keys_of_other_ranks(items, nodes)

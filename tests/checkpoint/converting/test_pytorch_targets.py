@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from support.optimizer_cases import net, state_by_name, stepped
 from support.states import bits_of, tensor_of
 
 import dtckpt
@@ -220,3 +221,57 @@ def test_the_frame_is_what_pytorch_reads(tmp_path, saved):
     names = {name.partition("/")[2] for name in theirs.namelist()} - {".data/serialization_id"}
     assert {name.partition("/")[2] for name in ours.namelist()} == names
     assert all(ours.read(f"archive/{name}") == theirs.read(f"archive/{name}") for name in names)
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A model and its optimizer, whose groups are in another order than its layers; saved at ``trained``."""
+    model = net("ab")
+    groups = [{"params": [model["b"].weight], "lr": 0.5}, {"params": [model["a"].bias, model["a"].weight]}]
+    optimizer = stepped(torch.optim.AdamW(groups), model)
+    dtckpt.save(tmp_path / "trained", {"model": model, "optimizer": optimizer, "more": [optimizer]})
+    return model, optimizer
+
+
+def test_an_optimizer_takes_its_state_from_a_file(tmp_path, trained):
+    model, optimizer = trained
+    dtckpt.convert(tmp_path / "trained", tmp_path / "new.pt")
+    loaded = torch.load(tmp_path / "new.pt")
+    other = net("ab")
+    groups = [{"params": [other["b"].weight]}, {"params": [other["a"].bias, other["a"].weight]}]
+    for state in (loaded["optimizer"], loaded["more"][0]):
+        target = torch.optim.AdamW(groups)
+        target.load_state_dict(state)
+        assert state_by_name(target, other) == state_by_name(optimizer, model)
+        assert [group["lr"] for group in target.param_groups] == [0.5, 0.001]
+        assert [group["param_names"] for group in state["param_groups"]] == [
+            ["model/b.weight"],
+            ["model/a.bias", "model/a.weight"],
+        ]
+        assert [*state["state"]] == [0, 1, 2]
+
+
+def test_names_that_an_optimizer_got_stay_in_a_file(tmp_path):
+    model = net("ab")
+    optimizer = stepped(torch.optim.AdamW(model.named_parameters()), model)
+    dtckpt.save(tmp_path / "saved", {"model": model, "optimizer": optimizer})
+    dtckpt.convert(tmp_path / "saved", tmp_path / "new.pt")
+    state, expected = torch.load(tmp_path / "new.pt")["optimizer"], optimizer.state_dict()
+    assert state["param_groups"] == expected["param_groups"]
+    assert [*state["state"]] == [*expected["state"]]
+
+
+def test_new_names_reach_the_parameters_of_optimizers(tmp_path, trained):
+    model, optimizer = trained
+    rename = {"model/*": "net/*"}
+    dtckpt.convert(tmp_path / "trained", tmp_path / "new", to="dtckpt", rename=rename)
+    with dtckpt.open_checkpoint(tmp_path / "new") as checkpoint:
+        assert {"net/a.weight", "optimizer/state/net/a.weight/exp_avg"} <= {*checkpoint.tensors}
+        assert checkpoint.verify().damages == ()
+    other = net("ba")
+    target = torch.optim.AdamW([{"params": [other["b"].weight]}, {"params": [other["a"].weight, other["a"].bias]}])
+    dtckpt.restore(tmp_path / "new", {"net": other, "optimizer": target, "more": [target]}, strict="names")
+    assert state_by_name(target, other) == state_by_name(optimizer, model)
+    dtckpt.convert(tmp_path / "trained", tmp_path / "new.pt", rename=rename)
+    (first, _) = torch.load(tmp_path / "new.pt")["optimizer"]["param_groups"]
+    assert (first["params"], first["param_names"]) == ([0], ["net/b.weight"])

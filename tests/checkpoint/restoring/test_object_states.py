@@ -113,6 +113,17 @@ def test_tensors_of_modules_in_an_object_keep_their_shape(tmp_path, module, erro
     assert other.modules[0].weight.equal(saved.modules[0].weight)
 
 
+@pytest.mark.parametrize("module", [nn.Identity(), nn.ModuleDict()])
+def test_a_module_without_state_takes_none(tmp_path, module):
+    dtckpt.save(tmp_path / "s", {"model": nn.Linear(3, 2), "x": torch.ones(2)})
+    target = {"model": module, "x": torch.zeros(2)}
+    with pytest.raises(UnexpectedTensorError, match="'model/bias', 'model/weight'"):
+        dtckpt.restore(tmp_path / "s", target)
+    reports = []
+    dtckpt.restore(tmp_path / "s", target, options=RestoreOptions(allow_unexpected=True, report=reports.append))
+    assert (reports[0].restored, reports[0].unexpected) == (("x",), ("model/bias", "model/weight"))
+
+
 class Extra(nn.Linear):
     extra = ()
 
