@@ -3,6 +3,7 @@
 import weakref
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -160,3 +161,36 @@ def test_an_optimizer_needs_its_module(saved, tmp_path):
     restored(tmp_path / "o", optimizer=fresh, model=made)
     assert not any(value.is_meta for state in fresh.state.values() for value in state.values())
     restored(tmp_path / "o", optimizer=fresh)
+
+
+class TiedHead(nn.Module):
+    """A model whose last layer has the weight of the first, as GPT-2 has."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("left_out", ["head.weight", "embedding.weight"])
+@pytest.mark.parametrize("is_meta", [False, True])
+def test_a_tied_weight_under_one_of_its_names(tmp_path, left_out, is_meta):
+    saved = TiedHead().state_dict()
+    del saved[left_out]
+    safetensors.torch.save_file(saved, tmp_path / "model.safetensors")
+    (weight,) = saved.values()
+    with torch.device("meta" if is_meta else "cpu"):
+        model = TiedHead()
+    dtckpt.restore(tmp_path / "model.safetensors", model)
+    assert model.head.weight is model.embedding.weight
+    assert torch.equal(model.head.weight, weight)
+
+
+def test_a_weight_that_is_tied_no_more_is_missing(tmp_path):
+    saved = TiedHead().state_dict()
+    del saved["head.weight"]
+    safetensors.torch.save_file(saved, tmp_path / "model.safetensors")
+    model = TiedHead()
+    model.head.weight = nn.Parameter(torch.ones(5, 3))
+    with pytest.raises(TensorNotFoundError, match=r"'head\.weight'"):
+        dtckpt.restore(tmp_path / "model.safetensors", model)
