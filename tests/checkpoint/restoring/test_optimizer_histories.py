@@ -6,7 +6,7 @@
 import os
 
 import pytest
-from support import optimizer_histories, shares
+from support import optimizer_histories, optimizer_jobs, shares
 
 SEED = os.environ.get("DTCKPT_HISTORY_SEED")
 SHARES = 10
@@ -21,7 +21,7 @@ def _seeds(share):
 @pytest.mark.parametrize("share", range(SHARES))
 def test_histories(tmp_path, share):
     for seed in _seeds(share):
-        history = optimizer_histories.draw(seed)
+        history = optimizer_jobs.draw(seed)
         if optimizer_histories.run(history, tmp_path):
             history = optimizer_histories.shrunk(history, lambda each: bool(optimizer_histories.run(each, tmp_path)))
             lines = [str(history), *optimizer_histories.run(history, tmp_path)]
@@ -36,4 +36,4 @@ def test_pipelines(pool, tmp_path, stages, others):
     found = pool.values(optimizer_histories.restore_stages, f"{tmp_path}", seeds, clients=others, group=True)
     for seed, answers in zip(seeds, zip(*found, strict=True), strict=True):
         if wrong := optimizer_histories.wrong_in_stages(seed, answers):
-            pytest.fail("\n".join([str(optimizer_histories.draw_stages(seed)), *wrong]), pytrace=False)
+            pytest.fail("\n".join([str(optimizer_jobs.draw_stages(seed)), *wrong]), pytrace=False)
