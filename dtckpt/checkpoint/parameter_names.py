@@ -12,7 +12,7 @@ such numbers fits no other order. So a save writes names in their place::
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtckpt.checkpoint.low_bit_state import open_state
+from dtckpt.checkpoint.optimizer_groups import is_numbered, own_names_of
 from dtckpt.checkpoint.shards import Shards
 from dtckpt.comm.torch_private import storage_id
 from dtckpt.dtensor import DTensor, torch_interop
@@ -92,19 +93,6 @@ def parameters_of(target: Any) -> list[torch.Tensor]:
     return [parameter for group in target.param_groups for parameter in group["params"]]
 
 
-def own_names_of(groups: Any) -> list[str | None]:
-    """Return the names that an optimizer got with its parameters, in its order; None where it got none."""
-    return [name for group in groups for name in _own_names(group)]
-
-
-def _own_names(group: Mapping[str, Any]) -> Iterator[str | None]:
-    names = group.get("param_names")
-    if isinstance(names, list | tuple) and len(names) == len(group["params"]):
-        yield from (name if isinstance(name, str) else None for name in names)
-    else:
-        yield from (None for _ in group["params"])
-
-
 def name_parameters(optimizer: Optimizer, module: nn.Module) -> None:
     """Give an optimizer the names that its parameters have in a module, as if it had been made with them."""
     names = ParameterNames()
@@ -113,15 +101,6 @@ def name_parameters(optimizer: Optimizer, module: nn.Module) -> None:
         found = [names.of(parameter)[:1] for parameter in group["params"]]
         if all(found):
             group["param_names"] = [name for (name,) in found]
-
-
-def is_numbered(state: Any, count: int) -> bool:
-    """Whether the state of an optimizer of so many parameters numbers them from 0 on."""
-    if not isinstance(state, Mapping) or not {"state", "param_groups"} <= state.keys():
-        return False
-    groups = state["param_groups"]
-    keys = [key for group in groups for key in group["params"]] if isinstance(groups, list | tuple) else None
-    return isinstance(state["state"], Mapping) and keys == list(range(count))
 
 
 def _keys_of_parameters(optimizer: Optimizer, names: ParameterNames) -> list[str | int]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, Literal
 
-from dtckpt.checkpoint.parameter_names import own_names_of
+from dtckpt.checkpoint.optimizer_groups import own_names_of
 from dtckpt.checkpoint.restoring.wrapper_prefixes import unwrapped
 from dtckpt.errors import CheckpointCorruptError, ShapeMismatchError
 from dtckpt.format import tree as trees

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.optim import LBFGS, Optimizer
 
-from dtckpt.checkpoint.parameter_names import is_numbered, parameters_of
+from dtckpt.checkpoint.optimizer_groups import is_numbered
+from dtckpt.checkpoint.parameter_names import parameters_of
 from dtckpt.checkpoint.restoring.optimizer_match import (
     Match,
     Parameter,
