@@ -24,7 +24,7 @@ import re
 import secrets
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,17 +209,19 @@ def commit(directory: WorkingDirectory, *, overwrite: bool, is_durable: bool = T
         if is_durable:
             sync_all(walk_folders(directory.path))
         _validate_own(directory, directory.path)
-        aside = None
+        aside, others = None, _inodes_of_others(directory)
         if not target.exists():
             # Another leader may commit after the look above: then this fails, and does not replace its checkpoint.
             rename(directory.path, target, NO_REPLACE)
-            if inode_of(target) != directory.inode:
-                # Between the check and the rename, a late writer had made the directory again.
-                discard(target, target)
+            if (found := inode_of(target)) != directory.inode:
+                # Another attempt has replaced it at once, and its checkpoint stays. Or else, between the check and the
+                # rename, a late writer had made the directory again.
+                if found not in others:
+                    discard(target, target)
                 raise taken_over_error(target)
         else:
             check_target(target, overwrite=overwrite)
-            aside = _replace(directory)
+            aside = _replace(directory, others)
         if is_durable:
             # Before the old one is deleted: a disk need not keep changes of two directories in order.
             sync(target.parent)
@@ -233,8 +235,19 @@ def _validate_own(directory: WorkingDirectory, path: Path) -> None:
         raise taken_over_error(directory.target)
 
 
-def _replace(directory: WorkingDirectory) -> Path:
-    """Rename the directory to the target, where the old checkpoint is; return the path that the old one has now."""
+def _inodes_of_others(directory: WorkingDirectory) -> set[tuple[int, int] | None]:
+    """Return the inodes of the directories of other attempts for the target, which may commit at the same time."""
+    others = (path for path in siblings(directory.target, "new") if path != directory.path)
+    return {inode for path in others if (inode := inode_of(path)) is not None}
+
+
+def _replace(directory: WorkingDirectory, others: Collection[tuple[int, int] | None]) -> Path:
+    """Rename the directory to the target, where the old checkpoint is; return the path that the old one has now.
+
+    Args:
+        directory: The directory.
+        others: `inode_of` the directories of other attempts.
+    """
     target, aside = directory.target, sibling(directory.target, "old", directory.token)
     try:
         rename(directory.path, target, EXCHANGE)
@@ -250,9 +263,11 @@ def _replace(directory: WorkingDirectory) -> Path:
             aside.rename(target)
             raise
         return aside
-    if inode_of(target) != directory.inode:
-        # Not the directory that was checked: exchange the two again.
-        rename(directory.path, target, EXCHANGE)
+    if (found := inode_of(target)) != directory.inode:
+        # Another attempt has replaced it at once, and its checkpoint stays. Or else it is not the directory that was
+        # checked: exchange the two again.
+        if found not in others:
+            rename(directory.path, target, EXCHANGE)
         raise taken_over_error(directory.target)
     return directory.path
 

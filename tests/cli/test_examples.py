@@ -71,7 +71,9 @@ def coordinator(monkeypatch):
 @pytest.mark.parametrize("run", [run_process, run_on_terminal], ids=["pipe", "terminal"])
 @pytest.mark.parametrize("example", [example for example in EXAMPLES if "--watch" not in example])
 def test_example(folder, example, run, coordinator):
-    example = example.replace("host3,host7", "host3").replace("s3://bucket", f"file://{folder}").replace("localhost:50051", coordinator)
+    here = {"host3,host7": "host3", "s3://bucket": f"file://{folder}", "localhost:50051": coordinator}
+    for text, own in here.items():
+        example = example.replace(text, own)
     command, *args = shlex.split(example)
     if command == "convert":  # another example, or this one in another run, may have written there
         args += ["--overwrite", "--dry-run"]

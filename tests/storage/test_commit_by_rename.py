@@ -281,6 +281,26 @@ def test_an_attempt_taken_over_between_check_and_exchange_puts_the_old_one_back(
     assert content_of(target) == NEW
 
 
+@pytest.mark.parametrize("is_replacing", [False, True])
+def test_of_two_attempts_that_commit_at_one_time_the_last_one_stays(tmp_path, monkeypatch, is_replacing):
+    target = committed(tmp_path / "s") if is_replacing else tmp_path / "s"
+    first, second = (commit_by_rename.begin_shared(target, token) for token in "12")
+    for each, content in ((first, b"first"), (second, b"second")):
+        for name in ("data", commit_by_rename.MANIFEST_NAME):
+            (each.path / name).write_bytes(content)
+    rename, left = commit_by_rename.rename, [second]
+
+    def renamed(source, to, flags):
+        rename(source, to, flags)
+        if left and source == first.path:
+            commit_by_rename.commit(left.pop(), overwrite=True)
+
+    monkeypatch.setattr(commit_by_rename, "rename", renamed)
+    with pytest.raises(StorageError, match="another attempt saves to this path"):
+        commit_by_rename.commit(first, overwrite=True)
+    assert content_of(target) == b"second"
+
+
 def test_a_removed_checkpoint_stays_removed(tmp_path, monkeypatch):
     target = committed(tmp_path / "s")
     with monkeypatch.context() as patch:
