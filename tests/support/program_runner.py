@@ -31,6 +31,7 @@ TOLERANCES = {
 
 REFUSED = (
     "more than one element of the written-to tensor refers to a single memory location; got",
+    "some elements of the input tensor and the written-to tensor refer to a single memory location",
     "autograd would take the gradient of other elements",
     "expected a view of elements of the DTensor",
     "new_fn INTERNAL ASSERT FAILED",
