@@ -183,7 +183,8 @@ def run_on_meta(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], 
             return func(*plain_args, **plain_kwargs)
     if func in meta_strides.DEVICE_DEPENDENT:
         with torch_private.FakeTensorMode():
-            return func(*_with_empty_tensors(args, kwargs, tensors, tensors[0].device)[0])
+            fake_args, _ = _with_empty_tensors(args, kwargs, tensors, tensors[0].device)
+            return meta_strides.correct(func, func(*fake_args), fake_args)
     meta_args, meta_kwargs = _with_empty_tensors(args, kwargs, tensors, torch.device("meta"))
     if "device" in meta_kwargs:
         meta_kwargs["device"] = torch.device("meta")

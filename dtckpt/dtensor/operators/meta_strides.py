@@ -70,6 +70,8 @@ _CORRECTIONS: dict[Any, Callable[..., torch.Tensor]] = {
             _aten.max_unpool2d.default,
             _aten.max_unpool3d.default,
             _aten.channel_shuffle.default,
+            _aten.reflection_pad3d.default,
+            _aten.replication_pad3d.default,
         ),
         _as_image,
     ),

@@ -338,3 +338,16 @@ def test_one_hot():
 def test_sparse_results_have_no_strides():
     whole, ours = pair(3, 4)
     assert torch.equal(ours.to_sparse().full_tensor().to_dense(), whole)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+def test_padded_images_with_channels_last(mode, placement):
+    image = torch.arange(64.0).reshape(2, 4, 4, 2)
+    ours = distribute_tensor(image, MESHES[0], [placement])
+    whole, made = (
+        torch.nn.functional.pad(each.clone(memory_format=torch.channels_last), (1, 1, 1, 1, 0, 0), mode=mode)
+        for each in (image, ours)
+    )
+    assert made.stride() == whole.stride()
+    assert torch.equal(made.full_tensor(), whole)
