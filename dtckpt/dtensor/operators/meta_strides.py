@@ -46,6 +46,12 @@ def _contiguous(result: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(result.shape, device="meta")
 
 
+def _as_clone(result: torch.Tensor, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Return a result of an operator that writes to a clone of its first argument."""
+    del result
+    return tensor.clone()
+
+
 def _as_rolled(result: torch.Tensor, tensor: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
     """Return what the kernel makes of the parts of each dim by ``cat``, which keeps a memory format."""
     if not dims or not tensor.numel():
@@ -75,6 +81,7 @@ _CORRECTIONS: dict[Any, Callable[..., torch.Tensor]] = {
         ),
         _as_image,
     ),
+    **dict.fromkeys((_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor), _as_clone),
     _aten.roll.default: _as_rolled,
     **dict.fromkeys((_aten.nll_loss2d_forward.default, _aten.rrelu_with_noise.default), _contiguous),
 }

@@ -351,3 +351,11 @@ def test_padded_images_with_channels_last(mode, placement):
     )
     assert made.stride() == whole.stride()
     assert torch.equal(made.full_tensor(), whole)
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=str)
+def test_filled_indices_of_a_diagonal(placement):
+    whole, ours = pair(3, 2, 2, placement=placement)
+    made, expected = (each.diagonal(-1, -3, 2).index_fill(-1, torch.tensor([0]), 1) for each in (ours, whole))
+    assert made.stride() == expected.stride()
+    assert torch.equal(made.full_tensor(), expected)
