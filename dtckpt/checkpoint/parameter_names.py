@@ -54,16 +54,28 @@ class ParameterNames:
 
 
 def memory_of(tensor: torch.Tensor) -> Hashable:
-    """Return what tells the memory of a tensor, and the way in which it lies there; an empty tuple if it has none."""
+    """Return a key of a tensor's memory and strides: equal for tensors with the same elements, empty without memory."""
     if torch_interop.is_torch_dtensor(tensor):
         parts: tuple[torch.Tensor, ...] = (tensor._local_tensor,)  # type: ignore[attr-defined]
     else:
         parts = tensor.components if isinstance(tensor, DTensor) else (tensor,)
-    try:
-        # By the storage and not by the address: the empty shard of a parameter has no address.
-        return tuple((storage_id(each), each.storage_offset(), tuple(each.shape), each.stride()) for each in parts)
-    except (NotImplementedError, RuntimeError):
+    # By the storage and not by the address: the empty shard of a parameter has no address.
+    storages = [storage_of(each) for each in parts]
+    if 0 in storages:
         return ()
+    return tuple(
+        (storage, each.storage_offset(), tuple(each.shape), each.stride())
+        for storage, each in zip(storages, parts, strict=True)
+    )
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return the id of a plain tensor's storage; 0 for a tensor without one."""
+    try:
+        return storage_id(tensor)
+    # PyTorch raises either, by the kind of the tensor: sparse tensors, and those inside of torch.func's transforms.
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def named_state(optimizer: Optimizer, names: ParameterNames) -> Any:

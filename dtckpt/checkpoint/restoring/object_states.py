@@ -17,8 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dtckpt.checkpoint.leaves import mesh_of
-from dtckpt.checkpoint.parameter_names import parameters_of
-from dtckpt.comm.torch_private import storage_id
+from dtckpt.checkpoint.parameter_names import parameters_of, storage_of
 
 
 class FixedState:
@@ -85,7 +84,7 @@ class Scope:
         """Whether a value is a tensor that cannot change its shape: a module's or an optimizer's, or a DTensor."""
         if not isinstance(value, torch.Tensor):
             return False
-        return self.is_optimizer or mesh_of(value) is not None or _storage(value) in self.fixed
+        return self.is_optimizer or mesh_of(value) is not None or storage_of(value) in self.fixed
 
 
 CLOSED = Scope()
@@ -109,7 +108,7 @@ def scope_of_object(target: Any, state: Any) -> Scope:
     if isinstance(target, Optimizer) and isinstance(state, Mapping) and "param_groups" in state:
         return _scope_of_optimizer(target, state)
     tensors = chain.from_iterable(map(_tensors, _modules_in(target)))
-    return Scope(adds=True, fixed=frozenset(map(_storage, tensors)) - {0})
+    return Scope(adds=True, fixed=frozenset(map(storage_of, tensors)) - {0})
 
 
 _OF_RANK = re.compile(r"(.*rank[^0-9a-zA-Z]?)\d+")
@@ -193,11 +192,3 @@ def _modules_in(target: Any) -> Iterable[nn.Module]:
 
 def _tensors(module: nn.Module) -> Iterable[torch.Tensor]:
     return chain(module.parameters(), module.buffers())
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Return the id of a plain tensor's storage; 0 for a tensor without one."""
-    try:
-        return storage_id(tensor)
-    except (NotImplementedError, RuntimeError):
-        return 0

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -201,7 +201,7 @@ class Match:
 
     sources: tuple[Place | None, ...]
     rules: tuple[Rule, ...]
-    groups: tuple[Place | None, ...] = field(default=())
+    groups: tuple[Place | None, ...]
 
 
 def match_optimizer(wanted: Sequence[Parameter], num_groups: int, saved: SavedOptimizers) -> Match:

@@ -89,8 +89,9 @@ class ForeachPlan:
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
-        if len(self._rows) > 1 and self._are_written_twice(tensors):
-            # Copies that are moved, and views with memory of their own, would not see each other's writes.
+        # Copies that are moved, and views with memory of their own, would not see each other's writes.
+        has_copies = self._moves or any(tensor._view is not None for tensor in tensors)
+        if has_copies and len(self._rows) > 1 and self._are_written_twice(tensors):
             run_groups(self.func, split_by_index(args, kwargs), DTensor._dispatch)
             return None
         for position in self._written:
