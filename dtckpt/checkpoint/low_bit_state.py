@@ -2,7 +2,7 @@
 
 Such a tensor is stored as its parts (`dtckpt.format.tensor_parts`), and an optimizer that has no state yet gets tensors
 of the class again. The parts of a shard, as FSDP2 makes them, cannot be cut anew: codes and scales stand for blocks of
-the shard's elements. So those of each device are stored apart, by its number in the mesh, and fit this layout only::
+the shard's elements. So the parts of each device have names of their own, with the device's number in the mesh::
 
     device 0    codes (8, 4), scale (2,)    ->    …/exp_avg/0/codes, …/exp_avg/0/scale
     device 1    codes (7, 4), scale (2,)    ->    …/exp_avg/1/codes, …/exp_avg/1/scale
@@ -76,14 +76,14 @@ def _device_number(tensor: Any) -> int:
 
 
 def _layout_facts(tensor: Any) -> list[Any]:
-    """Return what tells the layout of a DTensor, as plain values."""
+    """Return the shape of a DTensor's mesh and its placements, as plain values."""
     return [list(tensor.device_mesh.shape), [str(placement) for placement in tensor.placements]]
 
 
 def restorer_of(
     node: Node, parameter: torch.Tensor | None, optimizer: type | None, where: str
 ) -> Callable[[Any], Any] | None:
-    """Return a function that gives new state the tensors of its classes again; None if it has none of such.
+    """Return a function that puts the tensors of new state together again; None if the state has no parts.
 
     Args:
         node: The saved state of a parameter, or a part of it.
@@ -110,7 +110,7 @@ def restorer_of(
 
 
 def own_parts(node: Node, parameter: Any) -> Node:
-    """Return saved state without the parts of low-bit tensors that are other devices'."""
+    """Return saved state without the parts of other devices' low-bit tensors."""
     opened = trees.items_of(node)
     if "type" in node and node["type"][0] == "TensorParts":
         if not _is_by_device(trees.build(node, lambda name: name).context):
@@ -124,7 +124,7 @@ def own_parts(node: Node, parameter: Any) -> Node:
 
 
 def _parts_in(node: Node) -> Iterator[TensorParts]:
-    """Yield what is known of the low-bit tensors at and directly below a node."""
+    """Yield the low-bit tensors at and directly below a node, with names in place of their parts."""
     opened = trees.items_of(node)
     if "type" in node and node["type"][0] == "TensorParts":
         yield trees.build(node, lambda name: name)
@@ -135,12 +135,12 @@ def _parts_in(node: Node) -> Iterator[TensorParts]:
 
 
 def _class_of(kind: str, optimizer: type | None, where: str) -> Any:
-    """Return the class of tensors of a name in the package of an optimizer's class: one that the program has loaded."""
+    """Return the tensor class with a name, of the optimizer's package; only classes that the program has imported."""
     packages = {base.__module__.partition(".")[0] for base in (optimizer or object).__mro__} - {"torch", "builtins"}
     found = [
         each
         for each in _subclasses(torch.Tensor)
-        if each.__name__ == kind and each.__module__.partition(".")[0] in packages and has_class_parts(each)
+        if each.__name__ == kind and each.__module__.partition(".")[0] in packages and _has_class_parts(each)
     ]
     if len(found) != 1:
         raise TreeError(
@@ -151,7 +151,7 @@ def _class_of(kind: str, optimizer: type | None, where: str) -> Any:
     return found[0]
 
 
-def has_class_parts(kind: type) -> bool:
+def _has_class_parts(kind: type) -> bool:
     """Whether tensors of a class can be put together of their parts."""
     return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
@@ -170,7 +170,7 @@ def _validate_layout(facts: TensorParts, parameter: Any, where: str) -> None:
     own = _layout_facts(parameter) if torch_interop.is_torch_dtensor(parameter) else None
     if saved != own:
         raise TreeError(
-            f"cannot restore {where!r}: low-bit tensors fit the layout only that they were saved in; got "
+            f"cannot restore {where!r}: low-bit tensors can only be restored in the saved layout; got "
             f"{own or 'a whole tensor'} in the target, expected {saved or 'a whole tensor'} (shape of the mesh, "
             "placements); restore on a mesh like the saved one, or save the optimizer with state of 32 bits"
         )
@@ -181,7 +181,7 @@ def _is_by_device(context: Any) -> bool:
 
 
 def _put_together(parts: TensorParts, kind: Any, parameter: Any) -> Any:
-    """Return the tensor of a class that parts were of."""
+    """Return the tensor that has the given parts."""
     if not _is_by_device(parts.context):
         return kind.__tensor_unflatten__(dict(parts), parts.context, torch.Size(parts.shape), _strides(parts.shape))
     from torch.distributed.tensor import DTensor

@@ -68,21 +68,6 @@ def _sharded(layers: str) -> tuple[Net, AdamW]:
     return model, AdamW(model.parameters())
 
 
-def save_fsdp(path: str, layers: str) -> dict[str, Any]:
-    """Save a model that is sharded by FSDP2, with its optimizer; return the state by name."""
-    model, optimizer = _sharded(layers)
-    stepped(optimizer, model)
-    dtckpt.save(path, {"model": model, "optimizer": optimizer}, options=SaveOptions(timeout_s=20))
-    return state_by_name(optimizer, model)
-
-
-def restore_fsdp(path: str, layers: str) -> dict[str, Any]:
-    """Restore what `save_fsdp` saved into layers in another order; return the state by name."""
-    model, optimizer = _sharded(layers)
-    dtckpt.restore(path, {"model": model, "optimizer": optimizer}, options=RestoreOptions(timeout_s=20))
-    return state_by_name(optimizer, model)
-
-
 def _stage(layers: str) -> tuple[Net, AdamW]:
     """Return this client's part of the layers, as plain tensors."""
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
@@ -90,17 +75,21 @@ def _stage(layers: str) -> tuple[Net, AdamW]:
     return model, AdamW(model.parameters())
 
 
-def save_stage(path: str, layers: str) -> dict[str, Any]:
-    """Save a stage of a pipeline with its optimizer; return the state by name."""
-    model, optimizer = _stage(layers)
+_PARTS = {"fsdp": _sharded, "stages": _stage}
+"""What each client has of a model: shards of all layers, or some layers whole."""
+
+
+def save(path: str, parts: str, layers: str) -> dict[str, Any]:
+    """Save this client's part of a model, with its optimizer; return the state by name."""
+    model, optimizer = _PARTS[parts](layers)
     stepped(optimizer, model)
     dtckpt.save(path, {"model": model, "optimizer": optimizer}, options=SaveOptions(timeout_s=20))
     return state_by_name(optimizer, model)
 
 
-def restore_stage(path: str, layers: str) -> dict[str, Any]:
-    """Restore what `save_stage` saved into the stages of another number of clients; return the state by name."""
-    model, optimizer = _stage(layers)
+def restore(path: str, parts: str, layers: str) -> dict[str, Any]:
+    """Restore what `save` saved, into layers in another order or on another number of clients; return as `save`."""
+    model, optimizer = _PARTS[parts](layers)
     group = range(dtckpt.num_clients())
     dtckpt.restore(path, {"model": model, "optimizer": optimizer}, options=RestoreOptions(timeout_s=20), group=group)
     return state_by_name(optimizer, model)

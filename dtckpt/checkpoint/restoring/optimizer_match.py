@@ -5,11 +5,11 @@ The order of parameters, their division into groups, and the number of optimizer
     saved     groups [[model/a, model/b], [model/c]]
     target    groups [[model/c, model/b], [model/a]]     parameter 0 <- model/c, 1 <- model/b, 2 <- model/a
 
-A parameter may have several names (tied parameters), and a saved one has that of its tensor in the tree, that which the
-optimizer got with it, or only a number. What matches is looked for in several rounds, the surest first: the name in the
-tree; without wrappers of modules; the name that the optimizer got; the name within the module. The last two are for
-parameters of which one has no name in the tree: two that have other names there are two parameters. Numbers match by
-position, if there are no names to go by.
+A parameter of the target may have several names, if it is tied. A saved parameter has the name of its tensor in the tree,
+or the name that the optimizer got with it, or only a number. The match runs in rounds, the surest name first: the name
+in the tree; this name without wrappers of modules; the name that the optimizer got; the name within the module. The last
+two rounds need a side without a name in the tree: different names in the tree are different parameters. Numbers match
+by position, if a side has no names.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _items(node: Node, kind: str) -> dict[Any, Node]:
 
 
 def rename_optimizers(structure: Node, names: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Separate the new names of a checkpoint that are about parameters from those that move an optimizer's state.
+    """Separate the new names of parameters from the new names that move the whole state of an optimizer.
 
     Rules for names reach the names of parameters, which are keys in the state of an optimizer, too. These stay as they
     are in the structure, as its groups have the same names.
@@ -191,7 +191,7 @@ class SavedOptimizers:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What of several saved optimizers belongs to an optimizer of a target.
+    """The parts of saved optimizers that belong to an optimizer of a target.
 
     Args:
         sources: For each of its parameters, the place of the saved one; None if there is none.

@@ -1,4 +1,4 @@
-"""`ObjectStates`: what a client saves of the objects of its state tree.
+"""`ObjectStates`: the states of the objects in the state tree of a client.
 
 Two kinds of objects come last. Optimizers, as the names of their parameters are those of tensors of the tree. And the
 states of random number generators, as the ``state_dict()`` of another object may draw a number.
@@ -23,7 +23,7 @@ from dtckpt.format.tree import Late
 
 
 class ObjectStates:
-    """Returns what a client saves of the objects of one tree, for `dtckpt.format.tree.flatten`.
+    """Returns the states of the objects in one tree, for `dtckpt.format.tree.flatten`.
 
     Args:
         client: The client's place among those that save.

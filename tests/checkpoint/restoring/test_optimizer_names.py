@@ -171,26 +171,16 @@ def test_a_numbered_checkpoint_whose_shapes_do_not_fit_is_refused(tmp_path, kind
     assert state_by_name(target, other) == before
 
 
-def test_a_named_checkpoint_into_a_dict_with_numbers(saved):
+@pytest.mark.parametrize(("layers", "has_names", "rule"), [("abc", False, "position"), ("bca", True, "name")])
+def test_a_named_checkpoint_into_the_dict_of_an_optimizer(saved, layers, has_names, rule):
     path, expected = saved
-    model = net("abc")
-    optimizer = AdamW(model.parameters())
+    model = net(layers)
+    optimizer = AdamW(model.named_parameters() if has_names else model.parameters())
     tree = {"model": model, "optimizer": optimizer.state_dict()}
     report = restored(path, tree)
     optimizer.load_state_dict(tree["optimizer"])
     assert state_by_name(optimizer, model) == expected
-    assert set(report.owners.values()) == {"position"}
-
-
-def test_a_named_checkpoint_into_a_dict_of_an_optimizer_that_got_names(saved):
-    path, expected = saved
-    model = net("bca")
-    optimizer = AdamW(model.named_parameters())
-    tree = {"model": model, "optimizer": optimizer.state_dict()}
-    report = restored(path, tree)
-    optimizer.load_state_dict(tree["optimizer"])
-    assert state_by_name(optimizer, model) == expected
-    assert set(report.owners.values()) == {"name"}
+    assert set(report.owners.values()) == {rule}
 
 
 def test_a_named_checkpoint_into_an_optimizer_alone(saved):
@@ -346,16 +336,16 @@ def test_new_names(saved, rename):
 
 
 def test_fsdp_with_layers_in_another_order(pool, tmp_path):
-    saved = pool.values(optimizer_cases.save_fsdp, f"{tmp_path}/s", "abc", clients=2, group=True)
-    found = pool.values(optimizer_cases.restore_fsdp, f"{tmp_path}/s", "cab", clients=2, group=True)
+    saved = pool.values(optimizer_cases.save, f"{tmp_path}/s", "fsdp", "abc", clients=2, group=True)
+    found = pool.values(optimizer_cases.restore, f"{tmp_path}/s", "fsdp", "cab", clients=2, group=True)
     assert found == saved
-    assert pool.values(optimizer_cases.restore_fsdp, f"{tmp_path}/s", "bca", clients=1, group=True) == saved[:1]
+    assert pool.values(optimizer_cases.restore, f"{tmp_path}/s", "fsdp", "bca", clients=1, group=True) == saved[:1]
 
 
 @pytest.mark.parametrize("clients", [1, 4])
 def test_stages_of_a_pipeline(pool, tmp_path, clients):
-    saved = pool.values(optimizer_cases.save_stage, f"{tmp_path}/s", "abcd", clients=2, group=True)
+    saved = pool.values(optimizer_cases.save, f"{tmp_path}/s", "stages", "abcd", clients=2, group=True)
     expected = saved[0] | saved[1]
-    found = pool.values(optimizer_cases.restore_stage, f"{tmp_path}/s", "abcd", clients=clients, group=True)
+    found = pool.values(optimizer_cases.restore, f"{tmp_path}/s", "stages", "abcd", clients=clients, group=True)
     assert {name: each for part in found for name, each in part.items()} == expected
     assert len(expected) == 8
