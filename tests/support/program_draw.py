@@ -5,6 +5,7 @@ The drawer runs each statement on plain tensors at once, so it knows the shapes 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 
@@ -42,7 +43,7 @@ class Drawer(Words):
 
     def program(self) -> Program:
         rng = self.rng
-        self.input(self.random_shape(), rng.choice(FLOATS if rng.random() < 0.7 else OTHERS))
+        self.first_input()
         wanted = rng.randint(3, 10)
         for _ in range(6 * wanted):
             if len(self.statements) >= wanted:
@@ -51,6 +52,12 @@ class Drawer(Words):
             self.statement(rng.choice(FAMILIES[family]))
         self.end()
         return self.result()
+
+    def first_input(self) -> None:
+        while not self.inputs:
+            # A shape may have too many elements.
+            with contextlib.suppress(Unfit):
+                self.input(self.random_shape(), self.rng.choice(FLOATS if self.rng.random() < 0.7 else OTHERS))
 
     def result(self) -> Program:
         axes = tuple(self.axes.items())

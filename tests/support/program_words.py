@@ -40,7 +40,7 @@ class Words(Variables):
                     # Some operators of PyTorch write to one place several times, and it keeps any of the values.
                     and not (any(text in row.statement for text in _UNCHECKED) and _is_expanded(each))
                     # The mean of no numbers is whatever was in memory.
-                    and not ("F.multi_margin_loss" in row.statement and not each.numel())
+                    and not ("margin_loss" in row.statement and not each.numel())
                     # Autograd would go on to take it for a part of its base.
                     and not (row.statement.startswith("{x}.data = ") and each._is_view())
                 )
