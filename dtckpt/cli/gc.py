@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dtckpt.checkpoint.managing.garbage import Garbage, find_garbage, remove_step, right_to_remove, sum_nbytes
 from dtckpt.checkpoint.managing.retention import Retention
@@ -17,7 +17,7 @@ from dtckpt.cli.output import (
     write_summary,
     write_table,
 )
-from dtckpt.errors import ConfigError, format_nbytes, printable
+from dtckpt.errors import ConfigError, StorageError, capped, format_nbytes, printable
 from dtckpt.storage.location import location_of
 
 
@@ -46,6 +46,7 @@ def run_gc(request: GcRequest) -> None:
         CheckpointNotFoundError: There is no such root.
         CheckpointConflictError: A manager saves there.
         ConfigError: No step has the metric.
+        StorageError: A leftover cannot be removed.
     """
     now = time.time()
     where = location_of(request.root)
@@ -71,7 +72,13 @@ def run_gc(request: GcRequest) -> None:
     with right_to_remove(garbage.found, take_over=request.take_over):
         garbage = find()  # now that nobody else changes it
         kept = _remove(garbage, min_age_s=request.min_age_s, now=now)
-    _report(garbage, now, request, kept=kept)
+        left = garbage.found.root.leftovers(min_age_s=request.min_age_s, now=now)
+    stay = {each.name: each.where.name for each in left if each.is_dead}
+    removed = replace(garbage, leftovers=tuple(each for each in garbage.leftovers if each.name not in stay))
+    _report(removed, now, request, kept=kept)
+    if stay:
+        names = capped(sorted(stay.values()))
+        raise StorageError(f"cannot remove all leftovers below {where}: {names} stay; check their permissions")
 
 
 def _validate_metric(garbage: Garbage, metric: str) -> None:

@@ -7,7 +7,6 @@ client alone. Where every process has a part of the state, use `dtckpt.interop.D
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ from dtckpt.checkpoint.saving.save_async import SaveHandle, save_async
 from dtckpt.errors import CheckpointNotFoundError, ConfigTypeError
 from dtckpt.layout.clients import client_id
 from dtckpt.storage.commit import commit_target_of
+from dtckpt.storage.local_folder import LocalFolder, rename
 from dtckpt.storage.location import location_of
 
 PACKAGES = "lightning.fabric", "lightning_fabric"
@@ -84,10 +84,10 @@ class DtckptCheckpointIO:
         """
         self._wait()
         if os.path.islink(path):
-            os.unlink(path)
+            _remove_entry(path)
         elif is_lightnings(path):
             aside = Path(path).with_stem(f"{Path(path).stem}{ASIDE}")
-            os.replace(path, aside)
+            rename(Path(path), aside)
             self._doomed.append(str(aside))
 
     def save(self, tree: Any, path: str | Path, storage_options: Any = None, *, group: Group | None = None) -> None:
@@ -169,15 +169,16 @@ def is_lightnings(path: str | Path) -> bool:
 
 def _remove(path: str) -> None:
     """Remove a checkpoint; do nothing if there is none."""
-    if os.path.islink(path):
-        os.unlink(path)
-    elif os.path.isfile(path):
-        os.remove(path)
-    elif is_lightnings(path):
-        shutil.rmtree(path)
+    if os.path.islink(path) or is_lightnings(path):
+        _remove_entry(path)
     else:
         with suppress(CheckpointNotFoundError):
             commit_target_of(location_of(path)).remove()
+
+
+def _remove_entry(path: str | Path) -> None:
+    where = Path(os.path.abspath(path))
+    LocalFolder(where.parent).remove_tree(where.name)
 
 
 def _device_of(map_location: Any) -> torch.device:

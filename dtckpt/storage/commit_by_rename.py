@@ -22,7 +22,6 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,8 +40,7 @@ from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.directory_lock import lock_directory
 from dtckpt.storage.failures import taken_over_error, translate_errors
 from dtckpt.storage.fsync import sync, sync_all, walk_folders
-from dtckpt.storage.local_folder import LocalFolder
-from dtckpt.storage.renames import EXCHANGE, NO_REPLACE, UNSUPPORTED, rename
+from dtckpt.storage.local_folder import EXCHANGE, NO_REPLACE, UNSUPPORTED, LocalFolder, make_folders, rename
 
 logger = logging.getLogger("dtckpt.storage")
 
@@ -140,20 +138,22 @@ def begin(target: Path, token: str) -> WorkingDirectory:
     """
     path = working_path(target, token)
     with translate_errors("create the checkpoint directory", target):
-        make_folder(target.parent)
+        make_folders(target.parent)
         others = siblings(target, "new")
         if any(_attempt_number(other, target) > _attempt_number(path, target) and _is_alive(other) for other in others):
             raise taken_over_error(target)
         if old := _interrupted_exchange(target):
-            old.rename(target)
+            rename(old, target)
         leftovers, trash = (*others, *siblings(target, "old")), siblings(target, "trash")
         if leftovers or trash:
             sync(target.parent)  # one of them may be the old checkpoint, of an attempt that died before it had synced
         for leftover in leftovers:
             discard(leftover, target)
+        beside = LocalFolder(target.parent)
         for folder in trash:
-            shutil.rmtree(folder, ignore_errors=True)
-        path.mkdir()
+            with suppress(OSError):
+                beside.remove_tree(folder.name)
+        LocalFolder(target.parent, path.name).make(exist_ok=False)
         return WorkingDirectory(path, target, token, inode_of(path))
 
 
@@ -179,17 +179,9 @@ def begin_shared(target: Path, token: str) -> WorkingDirectory:
     """
     path = working_path(target, token)
     with translate_errors("create the checkpoint directory", target):
-        make_folder(target.parent)
-        path.mkdir(exist_ok=True)
+        make_folders(target.parent)
+        LocalFolder(target.parent, path.name).make()
         return WorkingDirectory(path, target, token, inode_of(path))
-
-
-def make_folder(folder: Path) -> None:
-    """Make a directory and its parents, durably: a power loss that took one would take all checkpoints below it."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync(path.parent)
 
 
 def working_path(target: Path, token: str) -> Path:
@@ -255,12 +247,12 @@ def _replace(directory: WorkingDirectory, others: Collection[tuple[int, int] | N
         if error.errno not in UNSUPPORTED:
             raise
         # No exchange here: two renames. A crash in between leaves both names, see `_interrupted_exchange`.
-        target.rename(aside)
+        rename(target, aside)
         try:
             _validate_own(directory, directory.path)
-            directory.path.rename(target)
+            rename(directory.path, target)
         except BaseException:
-            aside.rename(target)
+            rename(aside, target)
             raise
         return aside
     if (found := inode_of(target)) != directory.inode:
@@ -276,7 +268,7 @@ def _write_markers(target: Path, markers: Mapping[str, bytes], *, is_durable: bo
     """Write the markers of a checkpoint that is committed, whether they can be written or not."""
     try:
         for name, data in markers.items():
-            (target / name).write_bytes(data)
+            LocalFolder(target.parent, target.name).write(name, data)
         if is_durable and markers:
             sync_all([*(target / name for name in markers), target])
     except OSError as error:
@@ -330,18 +322,19 @@ def discard(folder: Path, target: Path, *, is_durable: bool = False) -> None:
     # deletion stops halfway, the next attempt's `begin` deletes the rest.
     trash = sibling(target, "trash", secrets.token_hex(4))
     try:
-        folder.rename(trash)
+        rename(folder, trash)
     except FileNotFoundError:
         return
     if is_durable:
         sync(target.parent)
-    shutil.rmtree(trash, ignore_errors=True)
+    with suppress(OSError):
+        LocalFolder(trash.parent).remove_tree(trash.name)
 
 
 def inode_of(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of a directory, which tell it from a later one at its path; None if there is none."""
+    """Return device and inode of a directory, which tell it from a later one, or a link, at its path; None: nothing."""
     try:
-        status = path.stat()
+        status = path.lstat()
     except FileNotFoundError:
         return None
     return status.st_dev, status.st_ino
@@ -415,11 +408,11 @@ class DirectoryAttempt:
 
     def __init__(self, directory: WorkingDirectory) -> None:
         self.token = directory.token
-        self.folder = LocalFolder(directory.path)
+        self.folder = LocalFolder(directory.path.parent, directory.path.name)
         self._directory = directory
         # An open directory keeps its inode: one that late writes make at the same path gets another (see `sweep`).
         with suppress(FileNotFoundError):
-            weakref.finalize(self, os.close, os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY))
+            weakref.finalize(self, os.close, os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
 
     @contextmanager
     def keep_alive(self) -> Iterator[None]:

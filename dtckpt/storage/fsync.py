@@ -32,7 +32,7 @@ def sync_all(paths: Iterable[Path]) -> None:
 
 def sync(path: Path) -> None:
     """Sync a file, or the names in a directory. Blocks: on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # not to wait for the writer of a fifo
     try:
         os.fsync(descriptor)
     finally:

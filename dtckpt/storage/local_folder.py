@@ -1,35 +1,99 @@
-"""The local back end: `LocalFolder`, files in a directory of a file system."""
+"""The local back end: `LocalFolder`, files in a directory; and the only code that changes files below a directory.
+
+Whoever may write to a directory may prepare it: put a link in the place of a file or a folder that this library writes
+there, or a fifo in the place of a lock. No such entry leads out of the directory:
+
+* a directory is opened name by name, and its entries are named relative to the open directory (openat(2)). A link in
+  the place of a folder is an error;
+* a new file is created exclusively. So it is written neither through a link, nor into a file that has other names;
+* an entry is removed by its name: a link as a link.
+
+The base directory is the user's choice, so links on the way to it are followed. So are links to files that are only
+read: caches of published models consist of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
 from dtckpt.storage import fsync
 from dtckpt.storage.regular_files import open_regular, regular_nbytes, too_long_error
 
+NO_REPLACE = 1
+"""Flag of a rename that fails where something has the new name already (Linux: ``renameat2``)."""
+EXCHANGE = 2
+"""Flag of a rename after which two files or directories have each other's names."""
+UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
+"""Error numbers of systems that cannot do what a flag asks for."""
+_DRAFT_SUFFIX = ".draft"
+_DRAFT_NAME = re.compile(r"\..+\.[0-9a-f]{16}\.draft", re.DOTALL)
+_AT_FDCWD = -100
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_LOCK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_NUM_TRIES = 8
+"""How often a file is created anew if others create it, too."""
+
 
 class LocalFolder:
     """A directory.
 
     Args:
-        path: Its path.
+        base: A directory, by a path that the user chose.
+        below: Names of directories from there on, one in the other.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, base: Path, *below: str) -> None:
+        self.path = base.joinpath(*below)
+        self._base = base
+        self._below = below
 
     def __str__(self) -> str:
         return str(self.path)
 
     def __truediv__(self, name: str) -> Self:
-        return type(self)(self.path / name)
+        return type(self)(self._base, *self._below, *name.split("/"))
 
-    def make(self) -> None:
-        """Make the directory, if it is not there."""
-        self.path.mkdir(exist_ok=True)
+    @contextmanager
+    def _opened(self, below: Sequence[str] = ()) -> Iterator[int]:
+        """Open the directory, or one below it; yield the descriptor.
+
+        Raises:
+            NotADirectoryError: A name below the base is that of a link, or of something else.
+        """
+        descriptor = os.open(self._base, _FOLDER)
+        try:
+            for name in (*self._below, *below):
+                try:
+                    inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
+                except OSError as error:
+                    if error.errno in (errno.ENOTDIR, errno.ELOOP):
+                        raise _kind_error(errno.ENOTDIR, name, "is a link, or no directory") from None
+                    raise
+                os.close(descriptor)
+                descriptor = inner
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _entry(self, name: str) -> Iterator[tuple[int, str]]:
+        """Open the directory that an entry is in; yield the descriptor and the entry's own name."""
+        *below, last = name.split("/")
+        with self._opened(below) as folder:
+            yield folder, last
+
+    # --- reading ------------------------------------------------------------------------------------------------
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """As `Folder.read`."""
@@ -60,15 +124,113 @@ class LocalFolder:
         except FileNotFoundError:
             return -1
 
+    def names(self, prefix: str = "") -> list[str]:
+        """As `Folder.names`, but only of the entries of this very directory."""
+        return sorted(entry.name for entry in self.path.iterdir() if entry.name.startswith(prefix))
+
+    # --- writing ------------------------------------------------------------------------------------------------
+
+    def make(self, *, exist_ok: bool = True, mode: int = 0o777) -> None:
+        """Make the directory, if it is not there.
+
+        Args:
+            exist_ok: Whether it may be there.
+            mode: Its permissions, less the umask.
+
+        Raises:
+            FileExistsError: It is there, or something else is, and ``exist_ok`` is false.
+            NotADirectoryError: A link has its name, or something else.
+        """
+        try:
+            if self._below:
+                with type(self)(self._base, *self._below[:-1])._opened() as parent:
+                    os.mkdir(self._below[-1], mode, dir_fd=parent)
+            else:
+                os.mkdir(self._base, mode)
+        except FileExistsError:
+            if not exist_ok:
+                raise
+            with self._opened():
+                pass
+
+    def make_private(self) -> None:
+        """Make a directory, if it is not there, that other users can neither read nor write.
+
+        Raises:
+            PermissionError: It is there, and others may write to it, or another user made it.
+            NotADirectoryError: As `make`.
+        """
+        self.make(mode=0o700)
+        with self._opened() as folder:
+            found = os.fstat(folder)
+        if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
+            reason = f"user {found.st_uid} made it" if found.st_uid else "other users may write to it"
+            raise PermissionError(errno.EPERM, f"{reason} (mode {stat.S_IMODE(found.st_mode):o}): remove it", str(self))
+
+    def new_file(self, name: str) -> int:
+        """Create a file; return its descriptor, to write and to read. Raises: FileExistsError: The name is taken."""
+        with self._entry(name) as (folder, last):
+            return os.open(last, _NEW_FILE, 0o666, dir_fd=folder)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """As `ObjectFolder.create`. Raises: OSError: The file system has no hard links."""
+        with self._draft(name, data) as (folder, draft, last):
+            try:
+                os.link(draft, last, src_dir_fd=folder, dst_dir_fd=folder)
+            except FileExistsError:
+                return False
+            return True
+
     def write(self, name: str, data: bytes) -> None:
-        """As `Folder.write`."""
-        (self.path / name).write_bytes(data)
+        """As `Folder.write`. Whatever has the name is removed first."""
+        with self._entry(name) as (folder, last):
+            _fill(_new_file(last, folder), data)
 
     def replace(self, name: str, data: bytes) -> None:
-        """As `Folder.replace`. A process that dies meanwhile may leave a hidden file, which the next call replaces."""
-        draft = self.path / f".{name.lstrip('.')}.draft"
-        draft.write_bytes(data)
-        draft.rename(self.path / name)
+        """As `Folder.replace`. A process that dies meanwhile may leave a draft; see `remove_drafts`."""
+        with self._draft(name, data) as (folder, draft, last):
+            os.rename(draft, last, src_dir_fd=folder, dst_dir_fd=folder)
+
+    @contextmanager
+    def _draft(self, name: str, data: bytes) -> Iterator[tuple[int, str, str]]:
+        """Write a file beside the one of a name, and remove it at the end, if it is there still.
+
+        Yields:
+            The descriptor of their directory; the names of the draft and of the file there.
+        """
+        with self._entry(name) as (folder, last):
+            draft = f".{last.lstrip('.')}.{secrets.token_hex(8)}{_DRAFT_SUFFIX}"
+            try:
+                _fill(os.open(draft, _NEW_FILE, 0o666, dir_fd=folder), data)
+                yield folder, draft, last
+            finally:
+                with suppress(OSError):
+                    os.unlink(draft, dir_fd=folder)
+
+    def open_lock(self, name: str, *, to_write: bool) -> int:
+        """Open a file whose record locks tell processes apart; return its descriptor. Does not wait.
+
+        Args:
+            name: The file.
+            to_write: Whether to make the file if it is not there, and to write to it.
+
+        Raises:
+            FileNotFoundError: It is not there.
+            OSError: It is a link, no regular file, or a file that has other names, maybe elsewhere.
+        """
+        with self._opened() as folder:
+            try:
+                mode = os.O_RDWR | os.O_CREAT if to_write else os.O_RDONLY
+                descriptor = os.open(name, _LOCK | mode, 0o666, dir_fd=folder)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                    raise _kind_error(error.errno, name, "is a link, or no file") from None
+                raise
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            os.close(descriptor)
+            raise _kind_error(errno.EMLINK, name, "is no file of its own")
+        return descriptor
 
     def sync(self, names: Iterable[str]) -> None:
         """As `Folder.sync`; the name of a directory stands for the names in it."""
@@ -82,18 +244,115 @@ class LocalFolder:
         """As `Folder.early_sync`."""
         return fsync.early_writeback(self.path / folder)
 
-    def names(self, prefix: str = "") -> list[str]:
-        """As `Folder.names`, but only of the entries of this very directory."""
-        return sorted(entry.name for entry in self.path.iterdir() if entry.name.startswith(prefix))
-
-    def remove(self, names: Iterable[str]) -> None:
-        """As `Folder.remove`; this directory is removed too once it is empty."""
-        for name in names:
-            (self.path / name).unlink(missing_ok=True)
-        if not any(self.path.iterdir()):
-            self.path.rmdir()
-
     def kvstore(self, *, to_write: bool = False) -> dict[str, Any]:
         """As `Folder.kvstore`. TensorStore reads fast only from memory-mapped files."""
         mode: dict[str, Any] = {"file_io_sync": False} if to_write else {"file_io_mode": {"mode": "memmap"}}
         return {"driver": "file", "path": f"{self.path.absolute()}/", **mode}
+
+    # --- removing -----------------------------------------------------------------------------------------------
+
+    def remove(self, names: Iterable[str]) -> None:
+        """As `Folder.remove`; this directory is removed too once it is empty."""
+        self.remove_files(names)
+        if not any(self.path.iterdir()):
+            self.path.rmdir()
+
+    def remove_files(self, names: Iterable[str]) -> None:
+        """As `Folder.remove`, but this directory stays."""
+        for name in names:
+            with self._entry(name) as (folder, last), suppress(FileNotFoundError):
+                os.unlink(last, dir_fd=folder)
+
+    def remove_tree(self, name: str) -> None:
+        """Remove an entry with all that is in it, if it is there; a link as a link.
+
+        Raises:
+            OSError: Something cannot be removed; whatever else can be is gone.
+        """
+        with self._entry(name) as (folder, last), suppress(FileNotFoundError):
+            if not stat.S_ISDIR(os.lstat(last, dir_fd=folder).st_mode):
+                os.unlink(last, dir_fd=folder)
+                return
+            shutil.rmtree(last, ignore_errors=True, dir_fd=folder)
+            if _is_there(last, folder):
+                shutil.rmtree(last, dir_fd=folder)  # for the error
+
+    def remove_drafts(self, *, before_s: float) -> None:
+        """Remove the drafts of `replace` that processes which died have left.
+
+        Args:
+            before_s: Those that were last written before this time, in seconds since the epoch.
+        """
+        with self._opened() as folder:
+            for name in os.listdir(folder):
+                if _DRAFT_NAME.fullmatch(name):
+                    with suppress(FileNotFoundError, IsADirectoryError):
+                        if os.lstat(name, dir_fd=folder).st_mtime < before_s:
+                            os.unlink(name, dir_fd=folder)
+
+
+def _new_file(name: str, folder: int) -> int:
+    """Create a file in the place of whatever has its name; return the descriptor."""
+    for _ in range(_NUM_TRIES):
+        with suppress(FileExistsError):
+            return os.open(name, _NEW_FILE, 0o666, dir_fd=folder)
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+
+
+def _fill(descriptor: int, data: bytes) -> None:
+    with open(descriptor, "wb") as file:
+        file.write(data)
+
+
+def _is_there(name: str, folder: int) -> bool:
+    try:
+        os.lstat(name, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _kind_error(number: int, name: str, kind: str) -> OSError:
+    return OSError(number, f"{name} {kind}, and nothing is written through it: remove it", name)
+
+
+def make_folders(folder: Path) -> None:
+    """Make a directory and its parents, durably: a power loss that took one would take all checkpoints below it."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
+    for path in missing:
+        fsync.sync(path.parent)
+
+
+def rename(source: Path, target: Path, flag: int = 0) -> None:
+    """Rename an entry of a directory; if it is a link, the link.
+
+    Args:
+        source: Its path.
+        target: Its new path.
+        flag: `NO_REPLACE`, `EXCHANGE`, or 0: a file or an empty directory at the target is replaced.
+
+    Raises:
+        OSError: The system refuses, with one of `UNSUPPORTED` if it cannot exchange names.
+    """
+    if not flag:
+        os.rename(source, target)
+        return
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    code = errno.ENOSYS  # also where the C library has no such function
+    if renameat2 is not None:
+        if renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag) == 0:
+            return
+        code = ctypes.get_errno()
+    if flag == NO_REPLACE and code in UNSUPPORTED:
+        if not os.path.lexists(target):
+            # A plain rename replaces an empty directory at most, never a checkpoint.
+            os.rename(source, target)
+            return
+        code = errno.EEXIST
+    raise OSError(code, os.strerror(code), str(target))

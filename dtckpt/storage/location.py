@@ -69,11 +69,12 @@ def is_inside(inner: Location, outer: Location) -> bool:
     return type(inner) is type(outer) and str(inner).startswith(f"{outer}/")
 
 
-def location_of(path: str | os.PathLike[str] | Url) -> Location:
+def location_of(path: str | os.PathLike[str] | Url, *, follow_link: bool = True) -> Location:
     """Return the location of a checkpoint: an absolute local path, symbolic links followed, or a URL.
 
     Args:
         path: A path, a ``file://`` URL, or another URL, as a user passes it.
+        follow_link: Whether a link at the path is followed; links on the way to it always are.
 
     Raises:
         CheckpointNotFoundError: The text is no path at all.
@@ -92,7 +93,8 @@ def location_of(path: str | os.PathLike[str] | Url) -> Location:
         return _url(scheme, rest)
     bare = unquote(rest) if has_scheme else text
     _validate_text(bare)
-    resolved = os.path.realpath(bare)
+    folder, name = os.path.split(os.path.abspath(bare))
+    resolved = os.path.realpath(bare) if follow_link else os.path.join(os.path.realpath(folder), name)
     _validate_text(resolved)
     target = Path(resolved)
     commit_by_rename.validate_name(target)

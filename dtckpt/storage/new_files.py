@@ -12,11 +12,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dtckpt.errors import CheckpointExistsError, StorageError, capped
-from dtckpt.storage.commit_by_rename import discard, is_committed, make_folder, sibling, siblings
+from dtckpt.storage.commit_by_rename import discard, is_committed, sibling, siblings
 from dtckpt.storage.directory_lock import lock_directory
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.fsync import sync
-from dtckpt.storage.renames import EXCHANGE, NO_REPLACE, UNSUPPORTED, rename
+from dtckpt.storage.local_folder import EXCHANGE, NO_REPLACE, UNSUPPORTED, LocalFolder, make_folders, rename
 
 
 def check_new(target: Path, is_own: Callable[[str], bool], *, is_file: bool, overwrite: bool) -> None:
@@ -66,9 +66,9 @@ def new_files(target: Path, check: Callable[[], None], *, is_file: bool) -> Iter
     """
     folder = sibling(target, "new", f"convert-{secrets.token_hex(4)}")
     with translate_errors("create the new files", target):
-        make_folder(target.parent)
+        make_folders(target.parent)
         _remove_leftovers(target)
-        folder.mkdir()
+        LocalFolder(target.parent, folder.name).make(exist_ok=False)
     try:
         with lock_directory(folder):
             yield folder
@@ -97,7 +97,7 @@ def _place(source: Path, target: Path) -> None:
         # Somebody may put something there after this look: then this fails, and replaces nothing.
         rename(source, target, NO_REPLACE)
     elif source.is_file():
-        source.replace(target)
+        rename(source, target)
     else:
         try:
             rename(source, target, EXCHANGE)

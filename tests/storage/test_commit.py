@@ -180,7 +180,7 @@ def fill(attempt, token):
 
 
 def is_object_store(attempt):
-    return hasattr(attempt.folder, "create")
+    return hasattr(attempt.folder, "clear")
 
 
 def content(target):

@@ -16,7 +16,7 @@ from dtckpt.errors import (
     StorageFullError,
     StoragePermissionError,
 )
-from dtckpt.storage import commit_by_rename, renames
+from dtckpt.storage import commit_by_rename, local_folder
 from dtckpt.storage.commit_by_rename import DirectoryTarget
 from dtckpt.storage.directory_lock import lock_directory
 from dtckpt.storage.failures import translate_errors
@@ -47,7 +47,7 @@ def file_system(request, monkeypatch):
         return
     rename = commit_by_rename.rename
 
-    def no_exchange(source, target, flag):
+    def no_exchange(source, target, flag=0):
         if flag == commit_by_rename.EXCHANGE:
             raise OSError(errno.EINVAL, "no exchange here", str(target))
         rename(source, target, flag)
@@ -93,9 +93,8 @@ def crash_at(monkeypatch, number):
         return change
 
     monkeypatch.setattr(commit_by_rename, "rename", counting(commit_by_rename.rename))
-    monkeypatch.setattr(commit_by_rename.Path, "rename", counting(commit_by_rename.Path.rename))
-    monkeypatch.setattr(commit_by_rename.Path, "unlink", counting(commit_by_rename.Path.unlink))
-    monkeypatch.setattr(commit_by_rename.shutil, "rmtree", counting(commit_by_rename.shutil.rmtree))
+    monkeypatch.setattr(local_folder.os, "unlink", counting(local_folder.os.unlink))
+    monkeypatch.setattr(local_folder.shutil, "rmtree", counting(local_folder.shutil.rmtree))
     return count
 
 
@@ -175,10 +174,10 @@ def test_file_systems_without_renameat2(tmp_path, monkeypatch, code):
     class Lib:
         @staticmethod
         def renameat2(*_):
-            renames.ctypes.set_errno(code)
+            local_folder.ctypes.set_errno(code)
             return -1
 
-    monkeypatch.setattr(renames.ctypes, "CDLL", lambda *args, **kwargs: Lib)
+    monkeypatch.setattr(local_folder.ctypes, "CDLL", lambda *args, **kwargs: Lib)
     target = tmp_path / "s"
     commit_by_rename.commit(build(target, OLD, "0"), overwrite=False)
     assert content_of(target) == OLD
@@ -290,7 +289,7 @@ def test_of_two_attempts_that_commit_at_one_time_the_last_one_stays(tmp_path, mo
             (each.path / name).write_bytes(content)
     rename, left = commit_by_rename.rename, [second]
 
-    def renamed(source, to, flags):
+    def renamed(source, to, flags=0):
         rename(source, to, flags)
         if left and source == first.path:
             commit_by_rename.commit(left.pop(), overwrite=True)
@@ -305,9 +304,9 @@ def test_a_removed_checkpoint_stays_removed(tmp_path, monkeypatch):
     target = committed(tmp_path / "s")
     with monkeypatch.context() as patch:
         # The writer dies when the new checkpoint stands, before the old one is deleted.
-        patch.setattr(commit_by_rename.shutil, "rmtree", lambda *args, **kwargs: None)
+        patch.setattr(local_folder.shutil, "rmtree", lambda *args, **kwargs: None)
         commit_by_rename.commit(build(target), overwrite=True)
-    commit_by_rename.shutil.rmtree(target)
+    local_folder.shutil.rmtree(target)
     with pytest.raises(CheckpointNotFoundError):
         commit_by_rename.locate(target)
     commit_by_rename.check_target(target, overwrite=False)

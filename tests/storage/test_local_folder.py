@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from dtckpt.storage import local_folder
 from dtckpt.storage.failures import MalformedError
 from dtckpt.storage.local_folder import LocalFolder
 
@@ -58,13 +59,13 @@ def test_readers_find_the_former_content_or_the_new_one(tmp_path, monkeypatch):
     """A write that fails halfway leaves the former content, and its draft does not disturb the next one."""
     folder = LocalFolder(tmp_path)
     folder.replace(".f", b"one")
-    real = Path.write_bytes
+    real = local_folder._fill
 
-    def half(path, data):
-        real(path, data[:1])
+    def half(descriptor, data):
+        real(descriptor, data[:1])
         raise OSError("no space")
 
-    monkeypatch.setattr(Path, "write_bytes", half)
+    monkeypatch.setattr(local_folder, "_fill", half)
     with pytest.raises(OSError, match="no space"):
         folder.replace(".f", b"two")
     assert folder.read(".f") == b"one"

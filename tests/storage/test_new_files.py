@@ -7,7 +7,7 @@ import os
 import pytest
 
 from dtckpt.errors import CheckpointExistsError, StorageError
-from dtckpt.storage import renames
+from dtckpt.storage import local_folder
 from dtckpt.storage.new_files import check_new, new_files
 
 
@@ -22,7 +22,7 @@ def lacks_renameat2(request, monkeypatch):
             ctypes.set_errno(request.param)
             return -1
 
-    monkeypatch.setattr(renames.ctypes, "CDLL", lambda *args, **kwargs: Lib)
+    monkeypatch.setattr(local_folder.ctypes, "CDLL", lambda *args, **kwargs: Lib)
     return True
 
 

@@ -32,6 +32,7 @@ from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
 from dtckpt.storage import fsync
 from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.local_folder import LocalFolder
 
 MAX_BLOCK_NBYTES = 32 << 20
 """Larger blocks are no faster."""
@@ -114,7 +115,7 @@ class FileWriter:
         return self._contents
 
     def _write_file(self, plan: FilePlan, buffers: Sequence[_Bytes], pool: Pool) -> None:
-        descriptor = os.open(self._folder / plan.name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        descriptor = LocalFolder(self._folder).new_file(plan.name)
         try:
             os.ftruncate(descriptor, plan.nbytes)
             self._fill(descriptor, plan, buffers, pool)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ def collect_leftovers(root: Path, *, min_age_s: float, now: float) -> list[Path]
 def _working(root: Path) -> Iterator[tuple[Path, re.Match[str]]]:
     for entry in sorted(root.iterdir()):
         match = _WORKING_NAME.fullmatch(entry.name)
-        if match and entry.is_dir():
+        if match:
             yield entry, match
 
 
@@ -111,18 +112,24 @@ def _is_dead(folder: Path, target: Path, min_age_s: float, now: float) -> bool:
         pass
     if now - _last_change(folder)[0] < min_age_s:
         return False
+    if not _is_directory(folder):
+        return True  # no attempt builds a file or a link
     with lock_directory(folder) as is_free:
         return is_free
 
 
+def _is_directory(path: Path) -> bool:
+    return stat.S_ISDIR(path.lstat().st_mode)
+
+
 def _last_change(folder: Path) -> tuple[float, int]:
-    """Return when something in a directory changed last, and the bytes of its files."""
-    times, nbytes = [folder.stat().st_mtime], 0
-    for path, _, files in os.walk(folder):
+    """Return when something in a directory changed last, and the bytes of its files. Links are not followed."""
+    times, nbytes = [folder.lstat().st_mtime], 0
+    for path, _, files in os.walk(folder) if _is_directory(folder) else ():
         for name in ("", *files):
             # A save that is under way removes files; to remove one changes its folder, too.
             with suppress(FileNotFoundError):
-                status = os.stat(Path(path, name))
+                status = os.lstat(Path(path, name))
                 times.append(status.st_mtime)
                 nbytes += status.st_size if name else 0
     return max(times), nbytes

@@ -289,6 +289,7 @@ class CheckpointManager:
                 extra_files=files,
                 then=lambda handle: self._after_save(step, start, handle, is_leader=is_leader),
                 step=step,
+                follow_link=False,
             )
         except StorageError as error:
             if not self._failed.tolerate(step, error, is_told=is_leader):

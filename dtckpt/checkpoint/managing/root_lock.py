@@ -11,16 +11,23 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 import struct
+import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 from dtckpt.errors import CheckpointConflictError
-from dtckpt.storage import commit_by_rename
 from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.local_folder import LocalFolder, make_folders
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
+_DRAFT_AGE_S = 3600.0
+"""Older drafts are of processes that died: a draft is renamed at once."""
+_open_roots: set[Path] = set()
+"""The roots of which `_tidy` has warned."""
 LOCK_NAME = ".dtckpt-manager.lock"
 _FLOCK = struct.Struct("hhqqi4x")
 """``struct flock`` of Linux with 64 bits: type, whence, start, length, process."""
@@ -46,10 +53,10 @@ class RootLock:
         if _held.get(key) is self:
             return
         with translate_errors("lock the directory of checkpoints", self._root):
-            commit_by_rename.make_folder(self._root)
+            make_folders(self._root)
             if key in _held:
                 raise self._conflict("another manager of this process")
-            descriptor = os.open(self._root / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = LocalFolder(self._root).open_lock(LOCK_NAME, to_write=True)
             try:
                 self._lock(descriptor)
             except BaseException:
@@ -57,6 +64,20 @@ class RootLock:
                 raise
         self._close = weakref.finalize(self, os.close, descriptor)
         _held[key] = self
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove drafts of processes that died; warn of a root that any user may write to."""
+        with suppress(OSError):
+            LocalFolder(self._root).remove_drafts(before_s=time.time() - _DRAFT_AGE_S)
+            mode = stat.S_IMODE(self._root.stat().st_mode)
+            if mode & stat.S_IWOTH and self._root not in _open_roots:
+                _open_roots.add(self._root)
+                logger.warning(
+                    "every user may write to %s (mode %o), and so may remove or replace the checkpoints: chmod o-w it",
+                    self._root,
+                    mode,
+                )
 
     def _lock(self, descriptor: int) -> None:
         """Lock the file, and write into it who has the lock, for the message of a process that is refused."""
@@ -82,7 +103,7 @@ class RootLock:
         if (os.getpid(), self._root) in _held:
             return "this process"  # not looked at: to close the file would give the process's lock up
         try:
-            descriptor = os.open(self._root / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = LocalFolder(self._root).open_lock(LOCK_NAME, to_write=False)
         except OSError:
             return ""
         try:

@@ -18,7 +18,6 @@ The state of the directory, which survives any crash:
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +40,7 @@ from dtckpt.storage import commit_by_rename, fsync
 from dtckpt.storage.commit_by_rename import DirectoryAttempt
 from dtckpt.storage.directory_lock import lock_directory
 from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.local_folder import LocalFolder, rename
 from dtckpt.storage.zarr_tensorstore import DATA_FOLDER, DATABASE_NAME, client_folder
 
 MAX_WORKERS = 10_000
@@ -107,6 +107,7 @@ class SharedAttempt:
         facts = repr((worker.count, options.kvstore, options.raw_bits)).encode()
         self.token = f"reshard-{bytes_digest(plan.topic + salt + facts):016x}"
         self._path = commit_by_rename.working_path(target, self.token)
+        self._folder = LocalFolder(target.parent, self._path.name)
 
     def is_committed(self) -> bool:
         """Whether the checkpoint at the target is the one that these workers write."""
@@ -159,9 +160,10 @@ class SharedAttempt:
     # --- a part -------------------------------------------------------------------------------------------------
 
     def _write_part(self, staging: commit_by_rename.WorkingDirectory, source: Source) -> int:
-        own = self._path / client_folder(self._worker.index)
+        folder = self._folder / client_folder(self._worker.index)
+        own = folder.path
         with translate_errors("create the worker's folder", own):
-            own.mkdir(exist_ok=True)
+            folder.make()
         with lock_directory(self._path, is_shared=True) as is_open, lock_directory(own) as is_mine:
             if not is_open:
                 return 0  # all parts are finished, and another worker is committing them
@@ -173,13 +175,13 @@ class SharedAttempt:
             if self._is_merged() or (self._worker.resume and self._mark(self._worker.index) is not None):
                 return 0
             with translate_errors("begin the worker's part", own):
-                (self._path / MANIFEST_NAME).unlink(missing_ok=True)
-                (own / MARK_NAME).unlink(missing_ok=True)
+                self._folder.remove_files([MANIFEST_NAME])
+                folder.remove_files([MARK_NAME])
                 if self._options.fsync:  # before the files that the mark vouches for are removed
                     fsync.sync_all([own, self._path])
                 # Leftovers of an earlier process of this worker, which is dead: the lock was free.
-                for entry in own.iterdir():
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                for name in folder.names():
+                    folder.remove_tree(name)
             written = 0
 
             def count(nbytes: int) -> None:
@@ -202,16 +204,16 @@ class SharedAttempt:
     def _leave_mark(self, chunk_list: bytes) -> None:
         """Mark the part as finished. The mark is written last, and appears whole or not at all."""
         path = _mark_path(self._path, self._worker.index)
-        scratch = path.with_name(f"{path.name}.{os.getpid()}")
+        own, scratch = self._folder / client_folder(self._worker.index), f"{MARK_NAME}.{os.getpid()}"
         with translate_errors("mark the worker's part", path):
             if self._options.fsync:  # a save leaves this to its commit; here another process may commit
                 database = path.parent / DATABASE_NAME
                 files = [database] if database.exists() else []
                 fsync.sync_all([*files, *fsync.walk_folders(self._path)])
-            scratch.write_bytes(chunk_list + bytes_digest(chunk_list).to_bytes(_DIGEST_NBYTES, "big"))
+            own.write(scratch, chunk_list + bytes_digest(chunk_list).to_bytes(_DIGEST_NBYTES, "big"))
             if self._options.fsync:
-                fsync.sync_all([scratch])
-            scratch.rename(path)
+                own.sync([scratch])
+            rename(own.path / scratch, path)
             if self._options.fsync:
                 fsync.sync_all([path.parent, self._path])
 
@@ -266,16 +268,14 @@ class SharedAttempt:
     def _forget_merge(self) -> None:
         """Remove the files of a merge that was interrupted; after a power loss they may be incomplete."""
         with translate_errors("begin to merge", self._path):
-            (self._path / MANIFEST_NAME).unlink(missing_ok=True)
-            (self._path / DATABASE_NAME).unlink(missing_ok=True)
-            if (data := self._path / DATA_FOLDER).exists():
-                shutil.rmtree(data)
+            self._folder.remove_files([MANIFEST_NAME, DATABASE_NAME])
+            self._folder.remove_tree(DATA_FOLDER)
 
     def _remove_first_mark(self) -> None:
         """Mark the merge as complete."""
         path = _mark_path(self._path, 0)
         with translate_errors("remove the mark of a part", path):
-            path.unlink()
+            self._folder.remove_files([f"{client_folder(0)}/{MARK_NAME}"])
             if self._options.fsync:
                 fsync.sync_all([path.parent])
 
@@ -289,10 +289,10 @@ class SharedAttempt:
         for index in range(self._worker.count):
             chunk_list = self._mark(index)
             assert chunk_list is not None  # noqa: S101  nobody removes a mark while this has the lock
-            folder = self._path / client_folder(index)
+            folder = self._folder / client_folder(index)
             with translate_errors("write a chunk list", folder):
-                folder.mkdir(exist_ok=True)
-                (folder / CHUNKS_NAME).write_bytes(chunk_list)
+                folder.make()
+                folder.write(CHUNKS_NAME, chunk_list)
             digests[index] = bytes_digest(chunk_list)
         return digests
 

@@ -57,6 +57,7 @@ class SaveAttempt:
         stage: Copies the state before `begin` returns; default: the state stays in the tensors' own memory.
         extra_files: Files, by name, that the leader adds to the checkpoint; ``collect`` may still change them.
         step: Which save this is; see `dtckpt.save`.
+        follow_link: As for `location_of`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class SaveAttempt:
         stage: Stage | None = None,
         extra_files: Mapping[str, bytes] | None = None,
         step: int | None = None,
+        follow_link: bool = True,
     ) -> None:
         self.collective = Collective(coordination, "save", options.timeout_s, participants)
         self._path = path
@@ -79,6 +81,7 @@ class SaveAttempt:
         self._stage = stage
         self._extra_files = {} if extra_files is None else extra_files
         self._step = step
+        self._follow_link = follow_link
 
     def begin(self) -> BegunSave:
         """Plan, agree with the other clients on what is saved, and stage.
@@ -130,7 +133,7 @@ class SaveAttempt:
         # If the last save failed in the background and nobody has looked, its error is raised here, on all clients.
         save_handle.raise_unseen_failure()
         # Resolved here: a save in the background keeps its path when the process changes its working directory.
-        place = commit.commit_target_of(location_of(self._path))
+        place = commit.commit_target_of(location_of(self._path, follow_link=self._follow_link))
         clients, chunk_nbytes = self.collective.participants, self._options.chunk_nbytes
         state = self._collect()
         # Alone, a client compares its description with nobody's.

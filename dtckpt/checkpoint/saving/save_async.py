@@ -97,6 +97,7 @@ def start_save(
     extra_files: Mapping[str, bytes] | None = None,
     then: Callable[[SaveHandle], object] = lambda _: None,
     step: int | None = None,
+    follow_link: bool = True,
 ) -> SaveHandle:
     """Run the save protocol, in the background after its first round. Collective and errors: as `save_async`.
 
@@ -109,6 +110,7 @@ def start_save(
         extra_files: Files, by name, that the leader adds to the checkpoint.
         then: Called in the background when the save has ended, well or not.
         step: As for `dtckpt.save`.
+        follow_link: Whether ``path`` may be a link to the place of the checkpoint.
     """
     start = time.monotonic()
 
@@ -121,7 +123,15 @@ def start_save(
         )
 
     attempt = SaveAttempt(
-        path, collect, options, coordination, participants, stage=stage, extra_files=extra_files, step=step
+        path,
+        collect,
+        options,
+        coordination,
+        participants,
+        stage=stage,
+        extra_files=extra_files,
+        step=step,
+        follow_link=follow_link,
     )
     with ExitStack() as stack:
         # First the turn: one block of staging memory serves one save at a time.

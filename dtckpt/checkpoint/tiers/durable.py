@@ -93,7 +93,15 @@ class DurableWriter:
                 else replace(state, source=RateLimitedSource(state.source, self._max_rate))
             )
 
-        attempt = SaveAttempt(path, collect_at_rate, options, self._coordination, extra_files=extra_files, step=step)
+        attempt = SaveAttempt(
+            path,
+            collect_at_rate,
+            options,
+            self._coordination,
+            extra_files=extra_files,
+            step=step,
+            follow_link=False,
+        )
 
         def write() -> SaveReport:
             with attempt.collective.process_lock():

@@ -38,6 +38,7 @@ from dtckpt.checkpoint.tiers.records import MAX_INDEX_NBYTES, HostParts, PartInd
 from dtckpt.errors import StorageFullError, format_nbytes
 from dtckpt.format.digest import bytes_digest
 from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.local_folder import LocalFolder, make_folders, rename
 
 DATA, WRITTEN, VOTED = ".data", ".index", ".voted"
 _SPARE = "spare"
@@ -66,7 +67,7 @@ class PartFile:
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
         self.nbytes = nbytes
-        with path.open("x+b") as file:
+        with open(LocalFolder(path.parent).new_file(path.name), "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
             found = os.fstat(file.fileno())
             self._identity = found.st_dev, found.st_ino
@@ -93,7 +94,7 @@ class PartFile:
 
     def move(self, path: Path) -> None:
         """Rename the file."""
-        self.path.rename(path)
+        rename(self.path, path)
         self.path = path
 
 
@@ -106,7 +107,8 @@ class HostFolder:
     """
 
     def __init__(self, tier: LocalTier, root: str) -> None:
-        self.path = tier.folder / job_name(root)
+        self._files = LocalFolder(tier.folder, job_name(root))
+        self.path = self._files.path
         self._tier = tier
         self._root = root
         self._where = f"{self.path} on host {tier.host_name}"
@@ -121,14 +123,15 @@ class HostFolder:
         """Make the directory. Raises: StorageError: The tier cannot be written."""
         _in_use.add(self._owner)
         with translate_errors("make the directory of the local tier", self._where):
-            (self.path / _SPARE).mkdir(parents=True, exist_ok=True)
+            make_folders(self._tier.folder)
+            # Shared memory is open to all users of a host, and the parts are the weights.
+            self._files.make_private()
+            (self._files / _SPARE).make()
             if not (self.path / _JOB).exists():
-                draft = self.path / _SPARE / f"{self._owner}-{_JOB}"
-                draft.write_text(json.dumps({"root": self._root, "token": secrets.token_hex(8)}))
+                facts = json.dumps({"root": self._root, "token": secrets.token_hex(8)})
                 # All processes read one token: that of the first. Without hard links they read none.
                 with suppress(OSError):
-                    (self.path / _JOB).hardlink_to(draft)
-                draft.unlink()
+                    self._files.create(_JOB, facts.encode())
 
     # --- looking ------------------------------------------------------------------------------------------------
 
@@ -201,9 +204,7 @@ class HostFolder:
         counts = self.restores()
         counts[save.name] = counts.get(save.name, 0) + 1
         with translate_errors("count a restore in the local tier", self._where):
-            draft = self.path / _SPARE / f"{self._owner}-{_RESTORES}"
-            draft.write_text(json.dumps(counts))
-            draft.rename(self.path / _RESTORES)
+            self._files.replace(_RESTORES, json.dumps(counts).encode())
 
     def used_nbytes(self) -> int:
         """Return the bytes that the files of this job take."""
@@ -234,7 +235,7 @@ class HostFolder:
                 return file
             # Files of another size will not be wanted again.
             for file in self._spare:
-                file.path.unlink(missing_ok=True)
+                self._remove_spare(file.path)
             self._spare.clear()
             self._num_files += 1
             path = self.path / _SPARE / f"{self._owner}-{self._num_files}{DATA}"
@@ -244,8 +245,11 @@ class HostFolder:
             try:
                 return PartFile(path, nbytes)
             except OSError:
-                path.unlink(missing_ok=True)
+                self._remove_spare(path)
                 raise
+
+    def _remove_spare(self, path: Path) -> None:
+        (self._files / _SPARE).remove_files([path.name])
 
     def validate_space(self, nbytes: int) -> None:
         """Check that so many bytes more fit into the tier. Raises: StorageFullError: They do not."""
@@ -282,21 +286,19 @@ class HostFolder:
             data: The index file.
             is_voted: Whether all clients are known to have voted the save complete.
         """
-        folder = self.path / index.save.name
+        folder = self._files / index.save.name
         with translate_errors("put a part into the local tier", self._where):
-            folder.mkdir(exist_ok=True)
+            folder.make()
             with self._lock:
-                file.move(folder / f"{index.client}{DATA}")
+                file.move(folder.path / f"{index.client}{DATA}")
                 self._filled[index.save, index.client] = file
-            draft = self.path / _SPARE / f"{self._owner}-{index.client}-{index.save.name}"
-            draft.write_bytes(data)
-            draft.rename(folder / f"{index.client}{VOTED if is_voted else WRITTEN}")
+            folder.replace(f"{index.client}{VOTED if is_voted else WRITTEN}", data)
 
     def note_voted(self, save: SaveId, client: int) -> None:
         """Note that all clients voted a save complete."""
         folder = self.path / save.name
         with translate_errors("note a vote in the local tier", self._where):
-            (folder / f"{client}{WRITTEN}").rename(folder / f"{client}{VOTED}")
+            rename(folder / f"{client}{WRITTEN}", folder / f"{client}{VOTED}")
 
     # --- removing -----------------------------------------------------------------------------------------------
 
@@ -323,15 +325,14 @@ class HostFolder:
             with suppress(OSError):
                 if file.is_replaced():
                     return
-            folder = self.path / save.name
-            for suffix in (VOTED, WRITTEN):
-                (folder / f"{client}{suffix}").unlink(missing_ok=True)
+            folder = self._files / save.name
+            folder.remove_files(f"{client}{suffix}" for suffix in (VOTED, WRITTEN))
             self._num_files += 1
             with suppress(FileNotFoundError):
                 file.move(self.path / _SPARE / f"{self._owner}-{self._num_files}{DATA}")
                 self._spare.append(file)
         with suppress(OSError):
-            folder.rmdir()
+            folder.remove(())
 
     def remove_all_but(self, kept: Collection[SaveId], *, with_others: bool) -> None:
         """Remove the saves that need not be kept.
@@ -356,7 +357,8 @@ class HostFolder:
             if newest is None or not save.belongs_to(newest.root):
                 continue
             if save not in stay and save not in own and save < newest:
-                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):
+                    self._files.remove_tree(folder.name)
 
     def remove_spare_of_the_dead(self) -> None:
         """Remove the files that processes left in ``spare`` which do not live any more."""
@@ -366,7 +368,7 @@ class HostFolder:
                 is_own_number = pid == str(os.getpid())
                 is_dead = f"{pid}-{token}" not in _in_use if is_own_number else not Path(f"/proc/{pid}").exists()
                 if pid.isdigit() and is_dead:
-                    path.unlink(missing_ok=True)
+                    self._remove_spare(path)
 
     def close(self) -> None:
         """Give the memory back that waits to be used again."""
@@ -374,5 +376,5 @@ class HostFolder:
             spare, self._spare = self._spare, []
         for file in spare:
             with suppress(OSError):
-                file.path.unlink(missing_ok=True)
+                self._remove_spare(file.path)
         _in_use.discard(self._owner)
