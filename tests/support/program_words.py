@@ -8,6 +8,7 @@ import re
 import torch
 
 from .program_grammar import COPIES, Row
+from .program_runner import tensors_of
 from .program_variables import FLOATS, KINDS, OTHERS, Unfit, Variables, kind_of
 
 _UNCHECKED = ("out={x}", "{x}.tril_", "{x}.triu_")
@@ -29,6 +30,9 @@ class Words(Variables):
         self.x, self.words = self.variables[name], {"x": name}
         return re.sub(r"\{(\w+)\}", lambda found: self._word(found[1]), row.statement)
 
+    def _is_base_or_view(self, tensor: torch.Tensor) -> bool:
+        return tensor._is_view() or any(each._base is tensor for each in tensors_of(self.variables).values())
+
     def _variable_for(self, row: Row) -> str:
         """Return a variable for x, or a new input."""
         kind = self.rng.choice(row.kinds)
@@ -41,8 +45,8 @@ class Words(Variables):
                     and not (any(text in row.statement for text in _UNCHECKED) and _is_expanded(each))
                     # The mean of no numbers is whatever was in memory.
                     and not ("margin_loss" in row.statement and not each.numel())
-                    # Autograd would go on to take it for a part of its base.
-                    and not (row.statement.startswith("{x}.data = ") and each._is_view())
+                    # Autograd would go on to take the view for a part of its base.
+                    and not (row.statement.startswith("{x}.data = ") and self._is_base_or_view(each))
                 )
             )
         except Unfit:

@@ -73,6 +73,17 @@ def test_lists_in_place(name, placed):
     assert [one.placements for one in ours] == [(one,) for one in placed]
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (0, 2, 1)])
+def test_a_failure_counts_as_a_write_to_the_tensors_before_it(order):
+    def versions(place):
+        tensors = [place(torch.ones(4)), place(torch.ones(4, dtype=torch.bool)), place(torch.ones(4))]
+        with pytest.raises(RuntimeError, match="can't be cast to the desired output type Bool"):
+            torch._foreach_mul_([tensors[number] for number in order], 0.5)
+        return [tensor._version for tensor in tensors]
+
+    assert versions(lambda tensor: distributed(tensor, S0)) == versions(lambda tensor: tensor)
+
+
 def test_results_lie_as_the_first_list():
     _, ours = made(PLACED)
     _, theirs = made(OTHERS)

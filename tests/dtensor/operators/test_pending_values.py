@@ -271,3 +271,9 @@ def test_kernels_that_conjugate_lazily_are_right():
     for placement in (R, Shard(0)):
         made = torch.linalg.pinv(distribute_tensor(matrices, LINE, [placement]))
         torch.testing.assert_close(made.full_tensor(), torch.linalg.pinv(matrices))
+
+
+def test_what_an_operator_refuses_in_place_is_refused_of_pending_values():
+    pending = terms([[1 + 1j, 2.0]] * 4, dtype=torch.complex64)
+    with pytest.raises(RuntimeError, match="In-place abs is not supported for complex tensors"):
+        pending.abs_()

@@ -114,10 +114,24 @@ class ForeachPlan:
             if moved[position] is not tensors[position]:
                 write_into(moved[position], tensors[position])
             finish_write(tensors[position])
-        raise_versions(self.func, [tensors[position] for position in self._written])
-        if error is not None:
-            raise error
-        return None
+        if error is None:
+            raise_versions(self.func, [tensors[position] for position in self._written])
+            return None
+        before = {position for row in self._rows[: self._failing_row(args, kwargs)] for position in row.positions}
+        raise_versions(self.func, [tensors[position] for position in self._written if position in before])
+        raise error
+
+    def _failing_row(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+        """Return the first row that PyTorch refuses; the number of rows if only the values tell."""
+        for group in split_by_index(args, kwargs):
+            tensors = tensors_in((*group.args, *group.kwargs.values()))
+            ones = [torch.ones(1, dtype=tensor.dtype) for tensor in tensors]
+            try:
+                plain_args, plain_kwargs = replace_tensors(group.args, group.kwargs, ones)
+                self.func(*plain_args, **plain_kwargs)
+            except RuntimeError:
+                return group.indices[0]
+        return len(self._rows)
 
     def _are_written_twice(self, tensors: Sequence[DTensor]) -> bool:
         """Whether a tensor that is written to shares values with another tensor of the call, or is another one."""
