@@ -461,8 +461,11 @@ class WriteResultPlan:
                 if not self._is_out:
                     run_on_meta(self.func, args, kwargs, tensors)  # PyTorch's own error, if it has one
                 raise _shape_error(self.func, target, value)
-            if value.dtype != target.dtype and not self._is_out:
-                run_on_meta(self.func, args, kwargs, tensors)  # as above: `abs_` of complex numbers raises one
+            if value.dtype != target.dtype and not self._is_out and torch.Tag.pointwise in self._functional.tags:
+                # PyTorch's own error, if it has one for these dtypes, as `abs_` for complex numbers.
+                ones = [torch.ones((1,) * tensor.ndim, dtype=tensor.dtype) for tensor in tensors]
+                plain_args, plain_kwargs = replace_tensors(args, kwargs, ones)
+                self.func(*plain_args, **plain_kwargs)
             if not torch.can_cast(value.dtype, target.dtype):
                 raise RuntimeError(f"result type {value.dtype} can't be cast to the desired output type {target.dtype}")
             if not is_same_shape:
