@@ -37,12 +37,12 @@ def read_index(folder: Folder, names: Collection[str]) -> ForeignIndex:
         TreeError: The object in it is neither a tensor nor a container nor a plain value.
     """
     (name,) = names
-    stream = open_stream(folder, name, 0, _nbytes(folder, name))
+    stream = open_stream(folder, name, 0, file_nbytes(folder, name))
     tree = read_tree(stream.zip.value)
-    return ForeignIndex(KIND, stream.tensors(tree.leaves), tree.node, tree.refused)
+    return ForeignIndex(KIND, stream.tensors(tree.leaves), tree.node, tree.refused, files=(name,))
 
 
-def _nbytes(folder: Folder, name: str) -> int:
+def file_nbytes(folder: Folder, name: str) -> int:
     """Return the size of a file. Storage is asked only whether there are so many bytes, as object stores can tell."""
     nbytes = 0
     for bit in reversed(range(_MAX_BITS)):
