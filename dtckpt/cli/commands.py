@@ -195,7 +195,7 @@ Differences:
   shape, dtype, layout  of a tensor; a layout is its specs and the axes of its mesh
   part                  which part of a tensor was saved
   elements              the tensor's elements
-  unknown               not compared
+  file, unknown         not read, as files of other programs beside A or B; not compared
 
 \b
 Examples:
@@ -205,7 +205,7 @@ Examples:
   dtckpt diff step_100 model.safetensors --select 'model/*' --rename 'model/*=*' --ignore layout
 
 """
-DIFFERENCES = ("missing", "extra", "type", "value", "shape", "dtype", "layout", "part", "elements", "unknown")
+DIFFERENCES = ("missing", "extra", "type", "value", "shape", "dtype", "layout", "part", "elements", "file", "unknown")
 """A copy of the names in `dtckpt.checkpoint.inspecting.difference`, which is slow to import."""
 
 

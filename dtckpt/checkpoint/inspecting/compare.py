@@ -162,6 +162,9 @@ def plan_comparison(
     reads = reads if has_elements else Reads.NONE
     is_trusted = reads is Reads.NONE or a.format == b.format == KIND
     differences = [*_path_differences(first, second)]
+    if not select:
+        differences += (Difference(name, DifferenceKind.FILE, a="not read") for name in a.unread)
+        differences += (Difference(name, DifferenceKind.FILE, b="not read") for name in b.unread)
     tensors = []
     for path in first.names:
         if path in second.names:
