@@ -26,7 +26,7 @@ from typing import Any
 from dtckpt.errors import CheckpointCorruptError, DtckptError, TensorNameError
 from dtckpt.format import tree as trees
 from dtckpt.format.safetensors_index import KIND, METADATA, SafetensorsHeader, WeightIndex
-from dtckpt.format.safetensors_shards import SHARDS, VERSION, is_sharded, join_shards
+from dtckpt.format.safetensors_shards import SHARDS, VERSION, absent_shards, is_sharded, join_shards
 from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor
 
 TREE = "dtckpt.tree"
@@ -117,6 +117,7 @@ def index_of(
     for file, header in headers.items():
         known = _OF_FILES.union(ties[file]) - ({TREE} if tree is None else frozenset())
         unread += (f"{file}: {METADATA}/{key}" for key in header.metadata if key not in known)
+    unread += (f"{name} (no such file)" for name in absent_shards(headers))
     files = (*headers, *([index.name] if index else []))
     if tree is None:
         plain = {"dict": [[name, {"tensor": name}] for name in stored]}

@@ -73,6 +73,16 @@ def validate_parts(files: Collection[str], where: str) -> None:
             )
 
 
+def absent_shards(files: Collection[str]) -> list[str]:
+    """Return the names of shards that are not there, of clients before the last one that has a file.
+
+    A client that held no tensor has no file either; the files do not tell which it is.
+    """
+    numbers = {int(match["number"]) for file in files if (match := _SHARD.fullmatch(file)) is not None}
+    last = min(max(numbers, default=0), MAX_PARTS)
+    return [f"shard-{number:05}-*" for number in range(1, last) if number not in numbers]
+
+
 def is_sharded(header: SafetensorsHeader) -> bool:
     """Whether the tensors of a file are shards of larger ones."""
     return SHARDS in header.metadata
@@ -123,11 +133,9 @@ def _joined(
     )
     joined = ForeignTensor(name, shape, first.dtype, pieces)
     if not joined.is_whole:
-        numbers = {int(match["number"]) for file in files if (match := _SHARD.fullmatch(file)) is not None}
-        last = min(max(numbers, default=0), MAX_PARTS)
-        absent = [f"shard-{number:05}-*" for number in range(1, last) if number not in numbers]
         raise CheckpointIncompleteError(
-            f"elements of tensor {name[:200]!r} are in none of the files: {capped(absent) or 'a file'} is missing"
+            f"elements of tensor {name[:200]!r} are in none of the files; missing: "
+            f"{capped(absent_shards(files)) or 'a file'}"
         )
     return joined
 

@@ -33,6 +33,7 @@ from dtckpt.storage.folder import Folder
 MERGED = ("meta.pt", "common.pt")
 """Files whose items are items of the whole state."""
 FORMAT_NAME = "metadata.json"
+ITEMS_SUFFIX = ".distcp"
 MAX_FORMAT_NBYTES = 1 << 16
 _HEAD_NBYTES = 64
 
@@ -76,7 +77,8 @@ def _read(folder: Folder, name: str) -> Value | DtckptError | None:
     """Return what a file holds, or why it cannot be read; None if it is of no format that is known here."""
     if name == FORMAT_NAME:
         return _NO_STATE if _is_format(folder.read_whole(name, MAX_FORMAT_NBYTES)) else None
-    if not torch_files.is_file(name, folder.read(name, 0, _HEAD_NBYTES)):
+    # An item of another save begins like a file of ``torch.save``, too.
+    if name.endswith(ITEMS_SUFFIX) or not torch_files.is_file(name, folder.read(name, 0, _HEAD_NBYTES)):
         return None
     item = StoredItem(name, 0, torch_files.file_nbytes(folder, name))
     if name in MERGED and isinstance(value := read_value(folder, (), item), Value) and "dict" in value.node:
