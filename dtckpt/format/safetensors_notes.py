@@ -27,7 +27,7 @@ from dtckpt.errors import CheckpointCorruptError, DtckptError, TensorNameError
 from dtckpt.format import tree as trees
 from dtckpt.format.safetensors_index import KIND, METADATA, SafetensorsHeader, WeightIndex
 from dtckpt.format.safetensors_shards import SHARDS, VERSION, absent_shards, is_sharded, join_shards
-from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor
+from dtckpt.format.stored_pieces import ForeignIndex
 
 TREE = "dtckpt.tree"
 CONTENT = "dtckpt.content"
@@ -78,9 +78,7 @@ def content_text(digests: Mapping[str, int]) -> str:
     return json.dumps({name: f"{digest:016x}" for name, digest in digests.items()}, separators=(",", ":"))
 
 
-def index_of(
-    where: str, headers: Mapping[str, SafetensorsHeader], index: WeightIndex | None = None
-) -> ForeignIndex:
+def index_of(where: str, headers: Mapping[str, SafetensorsHeader], index: WeightIndex | None = None) -> ForeignIndex:
     """Return the index of a model.
 
     Args:

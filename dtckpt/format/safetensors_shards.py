@@ -120,9 +120,7 @@ def join_shards(headers: Mapping[str, SafetensorsHeader]) -> tuple[dict[str, For
     return tensors, refused
 
 
-def _joined(
-    name: str, boxes: Iterable[tuple[ForeignTensor, tuple[int, ...]]], files: Collection[str]
-) -> ForeignTensor:
+def _joined(name: str, boxes: Iterable[tuple[ForeignTensor, tuple[int, ...]]], files: Collection[str]) -> ForeignTensor:
     first, *others = (tensor for tensor, _ in boxes)
     if any((each.dtype, len(each.shape)) != (first.dtype, len(first.shape)) for each in others):
         raise CheckpointCorruptError(f"the shards of tensor {name[:200]!r} differ in dtype or rank")

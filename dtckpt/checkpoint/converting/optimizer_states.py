@@ -62,10 +62,6 @@ def _moved(saved: SavedOptimizer, keys: Mapping[str, int | str]) -> Iterator[tup
 
 def _mapped(node: Node, path: tuple[str, ...], change: Callable[[SavedOptimizer, Node], Node]) -> Node:
     """Return a tree in which the states of optimizers are changed."""
-    ((kind, content),) = node.items()
-    opened = trees.items_of(node)
-    if opened is None:
-        return node
     saved = SavedOptimizer.of(node, path)
     if saved is not None:
         return change(saved, node)

@@ -1,4 +1,4 @@
-"""`SourceAccount`: what a conversion does with every file and key of its source; what is left is never left silently."""
+"""`SourceAccount`: what a conversion does with every file and key of its source; nothing is left without a word."""
 
 from __future__ import annotations
 

@@ -61,11 +61,8 @@ def _read_metadata(folder: Folder, name: str) -> DcpMetadata:
     return parse_metadata(folder.read_whole(name, MAX_PICKLE_NBYTES), f"{folder}/{name}")
 
 
-def _index(
-    metadata: DcpMetadata, values: Mapping[str, Value | DtckptError], files: Sequence[str]
-) -> ForeignIndex:
-    """Return the index of a checkpoint, of its metadata, its plain values by flattened name, and the metadata's files.
-    """
+def _index(metadata: DcpMetadata, values: Mapping[str, Value | DtckptError], files: Sequence[str]) -> ForeignIndex:
+    """Return the index of a checkpoint, of its metadata, values by flattened name, and files of the metadata."""
     nodes: dict[Path, trees.Node] = {}
     tensors: dict[str, ForeignTensor] = {}
     refused: dict[str, DtckptError] = {}

@@ -47,7 +47,10 @@ def test_an_optimizer_takes_its_moments_from_the_file(tmp_path, make, way):
     target = make(other)
     target.load_state_dict(loaded)
     assert state_by_name(target, other) == state_by_name(optimizer, model)
-    groups = [[{key: group[key] for key in ("lr", "weight_decay")} for group in each.param_groups] for each in (target, optimizer)]
+    groups = [
+        [{key: group[key] for key in ("lr", "weight_decay")} for group in each.param_groups]
+        for each in (target, optimizer)
+    ]
     assert groups[0] == groups[1]
 
 

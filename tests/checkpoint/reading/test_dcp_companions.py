@@ -102,7 +102,7 @@ def test_other_files_are_named(folder, tmp_path):
         assert checkpoint.unread == unread
         assert checkpoint.verify().unread == unread
     for write in (dtckpt.convert, lambda *args: dtckpt.reshard(*args, mesh=dtckpt.abstract_mesh({"x": 2}))):
-        with pytest.raises(errors.CheckpointError, match="would be left behind: __7_0.distcp, fifo, metadata.json"):
+        with pytest.raises(errors.CheckpointError, match=r"would be left behind: __7_0.distcp, fifo, metadata.json"):
             write(folder, tmp_path / "new")
         assert not (tmp_path / "new").exists()
     report = dtckpt.convert(folder, tmp_path / "new", ignore_rest=True)
@@ -118,10 +118,10 @@ def test_two_things_of_one_name(folder):
         assert set(checkpoint.refused) == {"model/w", "optimizer_0"}
         assert checkpoint.values == {"model/b": 1}
         assert torch.equal(checkpoint.read("model/w"), torch.arange(6.0))
-    with pytest.raises(errors.TreeError, match="'model/w' is in meta.pt, and in the checkpoint beside it"):
+    with pytest.raises(errors.TreeError, match=r"'model/w' is in meta.pt, and in the checkpoint beside it"):
         dtckpt.restore(folder)
     torch.save({"model": {"w": torch.zeros(6)}}, folder / "meta.pt")
-    with pytest.raises(errors.TreeError, match="meta.pt has a tensor 'model/w'"):
+    with pytest.raises(errors.TreeError, match=r"meta.pt has a tensor 'model/w'"):
         dtckpt.restore(folder)
 
 
@@ -129,7 +129,7 @@ def test_a_damaged_file_is_an_error_for_those_who_want_it(folder):
     torch.save(LIGHTNING, folder / "meta.pt")
     data = (folder / "meta.pt").read_bytes()
     (folder / "meta.pt").write_bytes(data[:-30])
-    with pytest.raises(errors.CheckpointCorruptError, match="meta.pt"):
+    with pytest.raises(errors.CheckpointCorruptError, match=r"meta\.pt"):
         dtckpt.restore(folder)
     target = {"w": torch.zeros(6)}
     options = dtckpt.RestoreOptions(rename={"model/w": "w"}, allow_unexpected=True)

@@ -127,7 +127,9 @@ def test_a_text_that_equals_a_name_is_no_tensor(tmp_path, note):
     tensors = {"layers.0.weight": torch.ones(2), "w": torch.zeros(3)}
     text = "layers.0.weight" if note == "layers.0.bias" else "w" if note != "best.w" else "layers.0.weight"
     safetensors.torch.save_file(tensors, tmp_path / "m.safetensors", metadata={note: text, "format": "pt"})
-    assert list(dtckpt.restore(tmp_path / "m.safetensors")) == list(safetensors.torch.load_file(tmp_path / "m.safetensors"))
+    assert list(dtckpt.restore(tmp_path / "m.safetensors")) == list(
+        safetensors.torch.load_file(tmp_path / "m.safetensors")
+    )
     with dtckpt.open_checkpoint(tmp_path / "m.safetensors") as checkpoint:
         assert checkpoint.unread == (f"m.safetensors: __metadata__/{note}",)
 
@@ -165,7 +167,7 @@ def test_one_tensor_of_an_unknown_dtype(tmp_path):
     (tmp_path / "m.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(14))
     with dtckpt.open_checkpoint(tmp_path / "m.safetensors") as checkpoint:
         assert torch.equal(checkpoint.read("w"), torch.zeros(2))
-        with pytest.raises(errors.CheckpointVersionError, match="'new' of m.safetensors has dtype F6_E2M3"):
+        with pytest.raises(errors.CheckpointVersionError, match=r"'new' of m.safetensors has dtype F6_E2M3"):
             checkpoint.read("new")
         report = checkpoint.verify()
         assert (report.is_sound, report.unread) == (True, ("new",))

@@ -103,11 +103,15 @@ def test_malformed_notes_of_shards(tmp_path, note):
 def test_shards_that_overlap_or_differ(tmp_path):
     for number, (box, offset) in enumerate(((torch.ones(2), 0), (torch.ones(2), 1))):
         note = json.dumps({"w": {"saved_offsets": [offset]}})
-        safetensors.torch.save_file({"w": box}, tmp_path / f"shard-{number}-x.safetensors", metadata={"DCP_SHARDING_INFO": note})
+        safetensors.torch.save_file(
+            {"w": box}, tmp_path / f"shard-{number}-x.safetensors", metadata={"DCP_SHARDING_INFO": note}
+        )
     with pytest.raises(errors.CheckpointCorruptError, match="overlap"):
         dtckpt.restore(tmp_path)
     note = json.dumps({"w": {"saved_offsets": [2]}})
-    safetensors.torch.save_file({"w": box.int()}, tmp_path / "shard-1-x.safetensors", metadata={"DCP_SHARDING_INFO": note})
+    safetensors.torch.save_file(
+        {"w": box.int()}, tmp_path / "shard-1-x.safetensors", metadata={"DCP_SHARDING_INFO": note}
+    )
     with pytest.raises(errors.CheckpointCorruptError, match="differ in dtype"):
         dtckpt.restore(tmp_path)
 
