@@ -101,6 +101,9 @@ def test_other_files_are_named(folder, tmp_path):
     with dtckpt.open_checkpoint(folder) as checkpoint:
         assert checkpoint.unread == unread
         assert checkpoint.verify().unread == unread
+    reports = []
+    dtckpt.restore(folder, options=dtckpt.RestoreOptions(report=reports.append))
+    assert reports[0].unread == unread
     for write in (dtckpt.convert, lambda *args: dtckpt.reshard(*args, mesh=dtckpt.abstract_mesh({"x": 2}))):
         with pytest.raises(errors.CheckpointError, match=r"would be left behind: __7_0.distcp, fifo, metadata.json"):
             write(folder, tmp_path / "new")
