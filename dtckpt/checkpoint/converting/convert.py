@@ -91,6 +91,7 @@ def convert(
         DTypeError: The format lacks a tensor's dtype.
         CheckpointCorruptError: The source is damaged, or a tensor would change.
         CheckpointExistsError: ``dst`` is taken.
+        TreeError: A value is of a class that only code could make.
         CheckpointError: As for `dtckpt.open_checkpoint` and `dtckpt.save`; or something would be left behind.
 
     >>> import tempfile, torch, dtckpt
@@ -109,8 +110,8 @@ def convert(
     with open_checkpoint(src) as checkpoint:
         validate_apart(checkpoint.path, where)
         globs = [select] if isinstance(select, str) else select
-        if not globs and not ignore_rest:
-            validate_all_read(checkpoint)
+        if not ignore_rest:
+            validate_all_read(checkpoint, globs)
         new_dtype = None if dtype is None else dtype_name(dtype)
         numbers = form in FILE_TARGETS and FILE_TARGETS[form].numbers_parameters
         export = plan_export(
@@ -120,7 +121,6 @@ def convert(
             dtype=new_dtype,
             tied=tied,
             is_numbered=numbers,
-            ignore_rest=ignore_rest,
         )
         validate_tied(checkpoint, export, tied or {})
         conversion: _Conversion

@@ -93,9 +93,8 @@ def plan_export(
     dtype: str | None = None,
     tied: Mapping[str, str] | None = None,
     is_numbered: bool = False,
-    ignore_rest: bool = False,
 ) -> Export:
-    """Choose and name what is written of a checkpoint.
+    """Choose and name what is written of a checkpoint, of all that can be read of it.
 
     Args:
         checkpoint: The checkpoint.
@@ -105,20 +104,15 @@ def plan_export(
         tied: By new name, the new name of the tensor that one is tied to, besides those that the files tell. Whether
             their elements are equal is not looked at here.
         is_numbered: Whether optimizers number their parameters, as ``Optimizer.load_state_dict`` asks for it.
-        ignore_rest: Whether what cannot be read is left out.
 
     Raises:
         TensorNotFoundError: A glob matches nothing, or a tensor to be tied is not there.
         TensorNameError: Two tensors would have one name, or a tensor is tied to one that is tied itself.
-        TreeError: Something that is selected is of a class that only code could make.
         ConfigError: The dtype is no floating-point type, or tied tensors differ in shape or dtype.
     """
     if dtype is not None and not is_floating(dtype):
         raise ConfigError(f"dtype for floating-point tensors must be a floating-point type; got {dtype}")
     validate_rename({} if rename is None else rename)
-    for path in () if ignore_rest else checkpoint.refused:
-        if not select or any(fnmatch.fnmatchcase(path, pattern) for pattern in select):
-            checkpoint.validate_readable(path)
     structure = _selected(checkpoint, select)
     old_names = trees.tensor_names(structure)
     # Only of what was selected: what is left out needs no new name.

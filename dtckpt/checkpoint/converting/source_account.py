@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -51,13 +52,22 @@ class SourceAccount:
         return (*self.left_files, *self.left_keys)
 
 
-def validate_all_read(checkpoint: Checkpoint) -> None:
-    """Check that nothing lies beside another library's checkpoint that a conversion of the whole would leave.
+def validate_all_read(checkpoint: Checkpoint, select: Sequence[str] = ()) -> None:
+    """Check that a conversion leaves nothing of another library's checkpoint that it is to take.
+
+    Args:
+        checkpoint: The checkpoint.
+        select: Globs over names of tensors and paths of values: only these are to be taken. None: everything.
 
     Raises:
-        CheckpointError: Something does.
+        TreeError: A value is of a class that only code could make; or another error, if something is damaged.
+        CheckpointError: Files or notes would be left.
     """
-    if checkpoint.unread:
+    for path, refusal in checkpoint.refused.items():
+        if not select or any(fnmatch.fnmatchcase(path, pattern) for pattern in select):
+            # Anew: an error that is raised twice would hold the traces of both.
+            raise type(refusal)(f"{refusal.message}; or pass ignore_rest=True to leave it behind")
+    if checkpoint.unread and not select:
         raise CheckpointError(
             f"{checkpoint.path} holds what dtckpt does not read, so it would be left behind: "
             f"{capped(checkpoint.unread)}; pass ignore_rest=True to leave it, and copy what you need"

@@ -127,7 +127,6 @@ def reshard(
         _validate_apart(checkpoint.path, place.where)
         if not ignore_rest:
             validate_all_read(checkpoint)
-            checkpoint.validate_readable()
         if options.raw_bits is None:
             options = replace(options, raw_bits=checkpoint.format == KIND and checkpoint.manifest.raw_bits)
         infos = dict(checkpoint.tensors)

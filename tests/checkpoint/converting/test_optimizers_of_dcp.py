@@ -7,6 +7,7 @@ from support.optimizer_cases import net, state_by_name, stepped
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dtckpt
+from dtckpt.checkpoint.inspecting.compare import plan_comparison
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
@@ -69,3 +70,17 @@ def test_numbers_that_no_group_has_stay(tmp_path):
     loaded = torch.load(tmp_path / "from_dcp.pt")
     assert list(loaded["o"]["state"]) == [0, "7"]
     assert (loaded["else"], loaded["alone"]) == (state["else"], state["alone"])
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_numbers_and_names_are_compared_by_number(tmp_path, make, way):
+    model = net("abc")
+    state, _ = way(model, stepped(make(model), model))
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dtckpt.convert(tmp_path / "dcp", tmp_path / "new.pt")
+    for places in (("dcp", "new.pt"), ("new.pt", "dcp")):
+        with dtckpt.open_checkpoint(tmp_path / places[0]) as a, dtckpt.open_checkpoint(tmp_path / places[1]) as b:
+            report = plan_comparison(a, b).run()
+            assert report.is_same, report.differences
+            assert report.num_tensors == len(a.tensors)

@@ -109,6 +109,11 @@ def test_keys_that_are_left(run, tmp_path):
     import argparse
 
     torch.save({"w": torch.ones(2), "v": torch.ones(1), "args": argparse.Namespace()}, tmp_path / "old.pt")
+    for command in (["convert"], ["reshard", "--mesh", "x=2"]):
+        code, shown = run(*command, tmp_path / "old.pt", tmp_path / "new")
+        assert code == 1
+        assert "argparse.Namespace at 'args'" in shown.err
+        assert "or pass --ignore-rest to leave it behind" in shown.err
     code, shown = run("convert", tmp_path / "old.pt", tmp_path / "new", "--ignore-rest", "--select", "w")
     assert code == 0
     assert "left behind: args: cannot read argparse.Namespace at 'args'" in shown.out
