@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import posixpath
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ NAMES = {
     "float4_e2m1fn_x2": "F4",
 }
 """Dtypes of safetensors by dtype name."""
+_TOTALS = frozenset({"total_size", "total_parameters"})
+"""Notes of an index that follow from the tensors."""
 _DTYPES = {text: name for name, text in NAMES.items()}
 _TWO_IN_ONE = "float4_e2m1fn_x2"
 """Two numbers of safetensors' F4 are one element here; its last dim is twice as long there."""
@@ -85,6 +87,23 @@ class WeightIndex:
     name: str
     weight_map: Mapping[str, str]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def unread(self, read: Collection[str] = ()) -> list[str]:
+        """Return the notes that do not follow from the tensors, but those with the keys ``read``."""
+        return [f"{self.name}: metadata/{key}" for key in self.metadata if key not in _TOTALS and key not in read]
+
+    def absent(self, where: str, known: Collection[str]) -> dict[str, DtckptError]:
+        """Return the errors of the tensors that it names, and that its files lack.
+
+        Args:
+            where: The folder, for messages.
+            known: Names of what the files hold.
+        """
+        return {
+            name: CheckpointCorruptError(f"{where}/{self.name} says that {name[:200]!r} is in {file}, which lacks it")
+            for name, file in self.weight_map.items()
+            if name not in known
+        }
 
 
 def parse_length(data: bytes, file: str) -> int:

@@ -33,9 +33,8 @@ TREE = "dtckpt.tree"
 CONTENT = "dtckpt.content"
 FORMAT = "format"
 """A note of every file that transformers reads: for which framework it is; dtckpt writes ``pt``."""
-_OF_FILES = frozenset({FORMAT, TREE, CONTENT, SHARDS, VERSION})
-_OF_INDEXES = frozenset({TREE, "total_size", "total_parameters"})
-"""Notes that are read, or that follow from the tensors."""
+_OF_FILES = frozenset({FORMAT, CONTENT, SHARDS, VERSION})
+"""Notes that are read, beside the tree."""
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
@@ -108,43 +107,36 @@ def index_of(where: str, headers: Mapping[str, SafetensorsHeader], index: Weight
         for name, kept in tied.items():
             if name not in stored and kept in stored:
                 stored[name] = replace(stored[kept], name=name)
-    refused |= _absent(where, index, stored.keys() | refused.keys())
-    metadata = {} if index is None else index.metadata
-    tree = _tree_of([metadata, *(header.metadata for header in headers.values())], stored)
-    unread = [f"{index.name}: metadata/{key}" for key in metadata if key not in _OF_INDEXES] if index else []
+    files, notes, unread = [*headers], [header.metadata for header in headers.values()], []
+    if index is not None:
+        refused |= index.absent(where, stored.keys() | refused.keys())
+        files.append(index.name)
+        notes.insert(0, index.metadata)
+    tree = _tree_of(notes, stored)
+    read = frozenset() if tree is None else frozenset({TREE})
+    if index is not None:
+        unread += index.unread(read)
     for file, header in headers.items():
-        known = _OF_FILES.union(ties[file]) - ({TREE} if tree is None else frozenset())
+        known = read.union(_OF_FILES, ties[file])
         unread += (f"{file}: {METADATA}/{key}" for key in header.metadata if key not in known)
     unread += (f"{name} (no such file)" for name in absent_shards(headers))
-    files = (*headers, *([index.name] if index else []))
     if tree is None:
         plain = {"dict": [[name, {"tensor": name}] for name in stored]}
-        return ForeignIndex(KIND, stored, plain, refused, files, tuple(unread))
+        return ForeignIndex(KIND, stored, plain, refused, tuple(files), tuple(unread))
     names = file_names(trees.tensor_names(tree))
     tensors = {name: replace(stored[there], name=name) for name, there in names.items()}
-    return ForeignIndex(KIND, tensors, tree, refused, files, tuple(unread))
+    return ForeignIndex(KIND, tensors, tree, refused, tuple(files), tuple(unread))
 
 
 def _ties(header: SafetensorsHeader) -> dict[str, str]:
     """Return the tied tensors that a file notes: by name, the name of the stored one."""
 
     def is_tie(name: str, kept: str) -> bool:
-        if name in _OF_FILES or name in header.tensors or kept not in header.tensors:
+        if name in _OF_FILES or name == TREE or name in header.tensors or kept not in header.tensors:
             return False
         return CONTENT in header.metadata or ("." in name and name.rpartition(".")[2] == kept.rpartition(".")[2])
 
     return {name: kept for name, kept in header.metadata.items() if is_tie(name, kept)}
-
-
-def _absent(where: str, index: WeightIndex | None, known: Collection[str]) -> dict[str, DtckptError]:
-    """Return the errors of the tensors that an index names, and that its files lack."""
-    if index is None:
-        return {}
-    return {
-        name: CheckpointCorruptError(f"{where}/{index.name} says that {name[:200]!r} is in {file}, which lacks it")
-        for name, file in index.weight_map.items()
-        if name not in known
-    }
 
 
 def _tree_of(notes: Iterable[Mapping[str, Any]], stored: Collection[str]) -> trees.Node | None:

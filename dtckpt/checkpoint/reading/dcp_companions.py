@@ -81,8 +81,10 @@ def _read(folder: Folder, name: str) -> Value | DtckptError | None:
     if name.endswith(ITEMS_SUFFIX) or not torch_files.is_file(name, folder.read(name, 0, _HEAD_NBYTES)):
         return None
     item = StoredItem(name, 0, torch_files.file_nbytes(folder, name))
-    if name in MERGED and isinstance(value := read_value(folder, (), item), Value) and "dict" in value.node:
-        return value
+    if name in MERGED and isinstance(value := read_value(folder, (), item), Value):
+        items = trees.dict_of(value.node)
+        if items is not None:
+            return replace(value, node=items)
     value = read_value(folder, (name_of_key(name),), item)
     if isinstance(value, Value):
         return replace(value, node={"dict": [[name, value.node]]})

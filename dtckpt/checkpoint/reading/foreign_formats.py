@@ -15,8 +15,8 @@ from dtckpt.checkpoint.reading import dcp_files, safetensors_files, torch_files
 from dtckpt.checkpoint.reading.piece_files import PieceFiles
 from dtckpt.errors import CheckpointError, CheckpointNotFoundError, capped
 from dtckpt.format.dcp_metadata import METADATA_NAME
+from dtckpt.format.model_parts import validate_alone
 from dtckpt.format.names import is_own_segment
-from dtckpt.format.safetensors_shards import validate_alone
 from dtckpt.format.stored_pieces import ForeignIndex
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder, open_folder
@@ -80,10 +80,11 @@ FORMATS: dict[str, ForeignFormat] = {
             kind=torch_files.KIND,
             title="a file of torch.save",
             suffixes=torch_files.SUFFIXES,
-            markers=(),
+            markers=torch_files.MARKERS,
             is_file=torch_files.is_file,
             is_folder=torch_files.is_folder,
             read_index=torch_files.read_index,
+            validate_file=validate_alone,
         ),
     )
 }

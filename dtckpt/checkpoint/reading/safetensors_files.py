@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format import safetensors_index
+from dtckpt.format.model_parts import validate_parts
 from dtckpt.format.safetensors_index import (
     LENGTH_NBYTES,
     MAX_HEADER_NBYTES,
@@ -18,7 +19,6 @@ from dtckpt.format.safetensors_index import (
     parse_weight_map,
 )
 from dtckpt.format.safetensors_notes import index_of
-from dtckpt.format.safetensors_shards import validate_parts
 from dtckpt.format.stored_pieces import ForeignIndex
 from dtckpt.storage.folder import Folder
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+from collections import OrderedDict
 
 import fsspec
 import pytest
@@ -40,7 +41,7 @@ def test_what_lightning_writes(folder, tmp_path):
     """The tree is that of Lightning's own loader."""
     from lightning.fabric.utilities.load import _load_distributed_checkpoint
 
-    torch.save(LIGHTNING, folder / "meta.pt")
+    torch.save(OrderedDict(LIGHTNING), folder / "meta.pt")
     expected = _load_distributed_checkpoint(folder)
     restored = dtckpt.restore(folder)
     assert restored.keys() == expected.keys()
