@@ -113,23 +113,25 @@ def convert(
         if not ignore_rest:
             validate_all_read(checkpoint, globs)
         new_dtype = None if dtype is None else dtype_name(dtype)
-        numbers = form in FILE_TARGETS and FILE_TARGETS[form].numbers_parameters
+        target = FILE_TARGETS.get(form)
         export = plan_export(
             checkpoint,
             select=globs,
             rename=rename,
             dtype=new_dtype,
             tied=tied,
-            is_numbered=numbers,
+            is_numbered=target is not None and target.numbers_parameters,
         )
         validate_tied(checkpoint, export, tied or {})
         conversion: _Conversion
-        if form in FILE_TARGETS:
+        dropped: Mapping[str, str] = {}
+        if target is not None:
+            dropped = target.dropped(export.structure)
             conversion = FilesConversion(
                 checkpoint,
                 export,
                 where,
-                FILE_TARGETS[form],
+                target,
                 max_memory=max_memory,
                 max_file_nbytes=max_shard_size,
                 overwrite=overwrite,
@@ -150,7 +152,7 @@ def convert(
             tensors=[_converted(tensor, export, contents) for tensor in export.tensors],
             files=conversion.files,
             values=[path for path, _ in trees.value_nodes(export.structure)],
-            account=SourceAccount.of(checkpoint, export.taken),
+            account=SourceAccount.of(checkpoint, export.taken, dropped),
             max_memory=max_memory,
             seconds=time.monotonic() - start,
         )

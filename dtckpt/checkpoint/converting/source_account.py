@@ -6,6 +6,7 @@ import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.errors import CheckpointError, capped
@@ -33,18 +34,21 @@ class SourceAccount:
     left_keys: Mapping[str, str]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, taken: Mapping[str, str]) -> SourceAccount:
+    def of(
+        cls, checkpoint: Checkpoint, taken: Mapping[str, str], dropped: Mapping[str, str] = MappingProxyType({})
+    ) -> SourceAccount:
         """Account for a checkpoint.
 
         Args:
             checkpoint: The source.
             taken: New name by old one, of all that is taken.
+            dropped: Why the target does not keep something, by path.
         """
         present = chain(checkpoint.tensors, (path for path, _ in trees.value_nodes(checkpoint.structure)))
         left = {path: NOT_SELECTED for path in present if path not in taken}
         refused = {path: error.message for path, error in checkpoint.refused.items()}
         renamed = {old: new for old, new in taken.items() if new != old}
-        return cls(checkpoint.files.files, tuple(taken), renamed, checkpoint.unread, left | refused)
+        return cls(checkpoint.files.files, tuple(taken), renamed, checkpoint.unread, left | refused | dict(dropped))
 
     @property
     def left(self) -> Collection[str]:

@@ -51,6 +51,21 @@ def test_values_of_a_checkpoint_of_ours(tmp_path):
     assert (account.files, account.renamed, account.left) == ((), {"step": "steps"}, ())
 
 
+def test_what_a_target_cannot_keep(run, tmp_path):
+    optimizer = torch.optim.SGD([torch.ones(2)])
+    state = {"o": optimizer.state_dict(), "list": [{"a": {}, "w": torch.ones(1)}, []], "kept": (1, {}), "none": []}
+    dtckpt.save(tmp_path / "s", state)
+    account = dtckpt.convert(tmp_path / "s", tmp_path / "dcp", to="dcp").account
+    reason = "distributed checkpoints of PyTorch keep no empty dicts"
+    assert account.left_keys == {"o/state": reason, "list/0/a": reason}
+    restored = dtckpt.restore(tmp_path / "dcp")
+    assert "state" not in restored["o"]
+    assert (restored["kept"], restored["none"], restored["list"][1]) == ((1, {}), [], [])
+    code, shown = run("convert", tmp_path / "s", tmp_path / "dcp", "--to", "dcp", "--overwrite")
+    assert (code, f"left behind: o/state: {reason}\n" in shown.out) == (0, True)
+    assert dtckpt.convert(tmp_path / "s", tmp_path / "new.pt").account.left_keys == {}
+
+
 def test_a_tree_that_is_not_that_of_the_tensors(tmp_path):
     """Somebody added a tensor: the tree with its plain values does not count any more, and is named."""
     dtckpt.save(tmp_path / "s", {"w": torch.ones(2), "step": 3})
