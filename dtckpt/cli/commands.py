@@ -25,6 +25,8 @@ from dtckpt.cli.options import (
     mesh_options,
     pager_option,
     quiet_option,
+    rest_options,
+    source_and_target,
 )
 
 
@@ -54,8 +56,7 @@ Examples:
 
 
 @cli.command(epilog=_RESHARD_HELP)
-@click.argument("src", type=LOCATION)
-@click.argument("dst", type=LOCATION)
+@source_and_target
 @mesh_options(is_required=True)
 @click.option("--dtype", metavar="DTYPE", help="New dtype of the floating-point tensors, such as bfloat16.")
 @click.option(
@@ -73,7 +74,7 @@ Examples:
     help="Describe bfloat16 and float8 to other Zarr readers as unsigned integers [default: as in SRC].",
 )
 @memory_option("1GiB")
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST, once the new one is durable.")
+@rest_options
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
@@ -110,7 +111,7 @@ Names:
 
 \b
 Examples:
-  dtckpt convert Llama-3-8B/ step_0                            a model in safetensors files, to train it
+  dtckpt convert Llama-3-8B/ step_0 --ignore-rest              a model in safetensors files, to train it
   dtckpt convert step_100 out --to safetensors --select 'model/*' --rename 'model/*=*' --dtype bfloat16
   dtckpt convert step_100 model.safetensors --select 'model/*' --rename 'model/*=*'
   dtckpt convert runs/dcp/step_100 step_100                    a distributed checkpoint of PyTorch, and back:
@@ -120,8 +121,7 @@ Examples:
 
 
 @cli.command(epilog=_CONVERT_HELP)
-@click.argument("src", type=LOCATION)
-@click.argument("dst", type=LOCATION)
+@source_and_target
 @click.option("--to", type=click.Choice(TARGETS), help="Format of DST [default: by its suffix, or else dtckpt].")
 @click.option("--select", multiple=True, metavar="GLOB", help="Write only what has such names.")
 @click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="New names of what is written.")
@@ -134,7 +134,7 @@ Examples:
 )
 @memory_option("256MiB")
 @click.option("--codec", type=click.Choice(CODECS), help="Compression of dtckpt and zarr [default: as in SRC].")
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint at DST, once the new one is durable.")
+@rest_options
 @click.option("--dry-run", is_flag=True, help="Check everything and show the plan; write nothing.")
 @json_option("Print one JSON line per event: start, progress, tensor, done, error.")
 @quiet_option
@@ -195,7 +195,7 @@ Differences:
   shape, dtype, layout  of a tensor; a layout is its specs and the axes of its mesh
   part                  which part of a tensor was saved
   elements              the tensor's elements
-  unknown               not compared
+  file, unknown         not read, as files of other programs beside A or B; not compared
 
 \b
 Examples:
@@ -205,7 +205,7 @@ Examples:
   dtckpt diff step_100 model.safetensors --select 'model/*' --rename 'model/*=*' --ignore layout
 
 """
-DIFFERENCES = ("missing", "extra", "type", "value", "shape", "dtype", "layout", "part", "elements", "unknown")
+DIFFERENCES = ("missing", "extra", "type", "value", "shape", "dtype", "layout", "part", "elements", "file", "unknown")
 """A copy of the names in `dtckpt.checkpoint.inspecting.difference`, which is slow to import."""
 
 

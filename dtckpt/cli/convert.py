@@ -13,6 +13,7 @@ from dtckpt.checkpoint.converting.report import ConvertedTensor, ConvertReport
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.cli.arguments import parse_dtype
 from dtckpt.cli.freed_memory import return_freed_memory
+from dtckpt.cli.left_behind import account_facts, write_left
 from dtckpt.cli.output import (
     format_count,
     format_shape,
@@ -44,6 +45,7 @@ class ConvertRequest:
     max_memory: str
     codec: str | None
     overwrite: bool
+    ignore_rest: bool
     dry_run: bool
     as_json: bool
 
@@ -70,6 +72,7 @@ def run_convert(request: ConvertRequest) -> None:
         max_memory=parse_size(request.max_memory),
         options=None if request.codec is None else SaveOptions(codec=request.codec),
         overwrite=request.overwrite,
+        ignore_rest=request.ignore_rest,
     )
     # A dry run first: it finds errors in all arguments and tensors before anything is written.
     plan = run(dry_run=True)
@@ -80,6 +83,7 @@ def run_convert(request: ConvertRequest) -> None:
     else:
         with open_progress("converting", plan.nbytes) as progress:
             report = run(progress=progress.advance)
+        write_left(plan.account)
         rate = format_nbytes(report.nbytes / max(report.seconds, 1e-9))
         write_summary(
             f"converted {_source(plan)} to {_target(plan)}: {_totals(plan)} in {report.seconds:.1f} s ({rate}/s)"
@@ -115,6 +119,7 @@ def _write_plan(plan: ConvertReport) -> None:
     if plan.files:
         write_line("")
         write_table(("FILE", "SIZE"), [(name, format_nbytes(nbytes)) for name, nbytes in plan.files.items()])
+    write_left(plan.account)
     write_line(f"would write {_totals(plan)} to {_target(plan)}; this was a dry run, nothing was written")
 
 
@@ -130,7 +135,7 @@ def _run_as_json(run: partial[ConvertReport], plan: ConvertReport, *, is_dry_run
         "bytes": plan.nbytes,
         "dry_run": is_dry_run,
     }
-    write_event("start", **facts, files=plan.files, max_memory=plan.max_memory)
+    write_event("start", **facts, files=plan.files, max_memory=plan.max_memory, **account_facts(plan.account))
     done, last = 0, time.monotonic()
 
     def note(name: str, nbytes: int) -> None:

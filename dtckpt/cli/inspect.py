@@ -96,6 +96,8 @@ def to_json(
             "bytes": sum(info.nbytes for info in tensors),
         },
         "values": {path: node.get("value", node) for path, node in _value_nodes(checkpoint)},
+        "refused": {path: error.message for path, error in checkpoint.refused.items()},
+        "unread": checkpoint.unread,
         "phases": [
             {"client": client, "phase": phase, "seconds": round(cost.seconds, 6), "bytes": cost.nbytes}
             for client, own in _costs(checkpoint).items()
@@ -183,6 +185,7 @@ def _lines(
         tables.append((("TENSOR", "REGION", "KEY", "DIGEST", "CLIENT"), list(_chunk_rows(each))))
     values = sorted(_value_nodes(checkpoint), key=lambda item: natural_key(item[0]))
     tables.append((("VALUE", ""), [(path, format_value(node)) for path, node in values]))
+    tables.append((("NOT READ", ""), list(_unread_rows(checkpoint))))
     tables.append((("PHASE", "MEDIAN", "SLOWEST", "CLIENT", "SIZE"), list(_phase_rows(_costs(checkpoint)))))
     for header, body in tables:
         if body:
@@ -254,6 +257,13 @@ def _chunk_rows(tensors: Sequence[TensorInfo]) -> Iterator[tuple[str, ...]]:
             digest = "" if chunk.digest is None else _digest_text(chunk.digest)
             client = "" if chunk.client is None else str(chunk.client)
             yield info.name, _region_text(chunk.region), chunk.key, digest, client
+
+
+def _unread_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
+    for path, error in sorted(checkpoint.refused.items(), key=lambda item: natural_key(item[0])):
+        yield path, error.message
+    for name in checkpoint.unread:
+        yield name, "dtckpt does not read it"
 
 
 def _phase_rows(costs: Costs) -> Iterator[tuple[str, ...]]:

@@ -25,6 +25,7 @@ WRITERS = ("reshard", "convert")
 """The commands that write a checkpoint."""
 _OPTIONS = (
     ("pass overwrite=True", "pass --overwrite"),
+    ("pass ignore_rest=True", "pass --ignore-rest"),
     ("max_memory is too small", "--max-memory is too small"),
 )
 """By the words in which the library names an argument, those that name the option."""

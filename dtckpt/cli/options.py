@@ -57,6 +57,24 @@ def memory_option(default: str, text: str = "Bound on tensor data in memory: 512
     return click.option("--max-memory", metavar="SIZE", default=default, show_default=True, help=text)
 
 
+def source_and_target(command: _Command) -> _Command:
+    """Add the arguments SRC and DST."""
+    return click.argument("src", type=LOCATION)(click.argument("dst", type=LOCATION)(command))
+
+
+def rest_options(command: _Command) -> _Command:
+    """Add ``--overwrite`` and ``--ignore-rest``."""
+    overwrite = click.option(
+        "--overwrite", is_flag=True, help="Replace a checkpoint at DST, once the new one is durable."
+    )
+    ignore = click.option(
+        "--ignore-rest",
+        is_flag=True,
+        help="Leave behind what dtckpt does not read of another library's SRC: files, notes, values.",
+    )
+    return overwrite(ignore(command))
+
+
 def mesh_options(*, is_required: bool) -> Callable[[_Command], _Command]:
     """Return a decorator that adds ``--mesh``, ``--layout`` and ``--layout-file``."""
     mesh = click.option(

@@ -40,6 +40,7 @@ class ReshardRequest:
     raw_bits: bool | None
     max_memory: str
     overwrite: bool
+    ignore_rest: bool
     workers: int | None
     worker: int | None
     resume: bool
@@ -69,6 +70,7 @@ def run_reshard(request: ReshardRequest) -> None:
         layouts=rules,
         dtype=None if request.dtype is None else parse_dtype(request.dtype),
         max_memory=parse_size(request.max_memory),
+        ignore_rest=request.ignore_rest,
         options=SaveOptions(
             kvstore=request.kvstore, codec=request.codec, raw_bits=request.raw_bits, overwrite=request.overwrite
         ),

@@ -9,6 +9,7 @@ from typing import Self
 from dtckpt.checkpoint.resharding.reshard import ReshardReport
 from dtckpt.checkpoint.resharding.reshard_plan import ReshardedTensor
 from dtckpt.checkpoint.resharding.workers import PartReport
+from dtckpt.cli.left_behind import account_facts, write_left
 from dtckpt.cli.output import (
     format_count,
     format_layout,
@@ -55,6 +56,7 @@ class Reporter:
             write_summary(part_text(self.part, printable(str(self.plan.target))))
         if self.part is not None and not self.part.is_committed:
             return
+        write_left(self.plan.account)
         source, target = printable(str(self.plan.source)), printable(str(self.plan.target))
         write_summary(f"resharded {source} to {target}: {self.totals} in {seconds:.1f} s ({rate}/s)")
 
@@ -99,6 +101,7 @@ class PlanReporter(Reporter):
             for tensor in self.plan.tensors
         ]
         write_table(("TENSOR", "SHAPE", "DTYPE", "LAYOUT", "CHUNKS", "SIZE"), rows)
+        write_left(self.plan.account)
         target = printable(str(self.plan.target))
         read = format_nbytes(self.plan.read_nbytes)
         write_line(f"would read {read}, and write {self.totals} to {target}; this was a dry run, nothing was written")
@@ -162,6 +165,7 @@ class JsonReporter(Reporter):
             format=self._kvstore,
             max_memory=self.plan.max_memory,
             read_bytes=self.plan.read_nbytes,
+            **account_facts(self.plan.account),
         )
         return self
 

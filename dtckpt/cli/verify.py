@@ -42,6 +42,7 @@ def _write_json(report: VerifyReport) -> None:
         chunks=report.num_chunks,
         bytes=report.nbytes,
         damages=len(report.damages),
+        unread=report.unread,
         seconds=round(report.seconds, 6),
     )
 
@@ -49,6 +50,8 @@ def _write_json(report: VerifyReport) -> None:
 def _write_text(report: VerifyReport) -> None:
     for damage in report.damages:
         write_line(printable(f"damaged: {damage.tensor} {_region_text(damage) or ''}: {damage.reason}"))
+    for name in report.unread:
+        write_line(printable(f"not verified: {name}"))
     result = "readable" if report.num_unverified else "sound"
     if report.damages:
         result = f"DAMAGED in {format_count(len(report.damages), 'place')}"

@@ -89,12 +89,14 @@ class DcpMetadata:
         values: The items of plain values, by their flattened names.
         paths: The path in the state dict by flattened name; of all tensors and values.
         refused: By flattened name, why a tensor or a value cannot be read.
+        files: Names of the files that hold items.
     """
 
     tensors: Mapping[str, DcpTensor]
     values: Mapping[str, StoredItem]
     paths: Mapping[str, Path]
     refused: Mapping[str, TreeError] = field(default_factory=dict)
+    files: frozenset[str] = frozenset()
 
 
 def parse_metadata(data: bytes, where: str) -> DcpMetadata:
@@ -142,7 +144,9 @@ def _metadata(value: Any, where: str) -> DcpMetadata:
         raise ValueError("it names a tensor twice")
     planned = metadata.get("planner_data")
     given = {name: path for name, path in planned if type(name) is str} if type(planned) is Pairs else {}
-    return DcpMetadata(tensors, values, {name: _path(given.get(name), name) for name in names}, refused)
+    paths = {name: _path(given.get(name), name) for name in names}
+    files = frozenset(_text(_fields(info, _INFO)["relative_path"]) for info in items.values())
+    return DcpMetadata(tensors, values, paths, refused, files)
 
 
 def _tensor(name: str, facts: Any, items: Mapping[Any, Any], where: str) -> DcpTensor:

@@ -62,6 +62,17 @@ def flat_leaves(node: trees.Node) -> Iterator[tuple[Path, trees.Node]]:
         yield path, leaf
 
 
+def empty_dicts(node: trees.Node, path: Path = ()) -> Iterator[Path]:
+    """Yield the paths of dicts without items: such a checkpoint has leaves only, so it does not keep them."""
+    items = _mapping_items(node)
+    if items is None:
+        items = [] if _is_terminal(node) else list(enumerate(node["list"]))
+    elif not items:
+        yield path
+    for key, child in items:
+        yield from empty_dicts(child, (*path, key))
+
+
 def flat_name(path: Path) -> str:
     """Return the name of a leaf in a distributed checkpoint."""
     return ".".join(map(str, path))

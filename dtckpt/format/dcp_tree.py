@@ -13,6 +13,7 @@ from typing import Any
 
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format import tree as trees
+from dtckpt.format.names import name_of_key
 
 MAX_GAP = 1 << 16
 """Bound on the items that a list lacks, of those that its positions tell of."""
@@ -39,6 +40,34 @@ def structure_of(nodes: Mapping[Path, trees.Node]) -> trees.Node:
             raise _malformed(path, "there is something at it already")
         level[path[-1]] = _Leaf(node)
     return _node(root, ())
+
+
+def merge(node: trees.Node, other: trees.Node, path: str = "") -> tuple[trees.Node, list[str]]:
+    """Return a dict with the items of another one, and dicts in both merged likewise.
+
+    Args:
+        node: The dict.
+        other: The other dict.
+        path: Where they are in the tree.
+
+    Returns:
+        The dict, and the paths of what both have and what is no dict: there the first one counts.
+    """
+    items = [[key, child] for key, child in node["dict"]]
+    # By text, as in paths: a number and its text are one name there.
+    found = {str(key): item for item in items if type(key := item[0]) in (str, int)}
+    clashes: list[str] = []
+    for key, child in other["dict"]:
+        below = "/".join(filter(None, (path, name_of_key(str(key)))))
+        item = found.get(str(key)) if type(key) in (str, int) else None
+        if item is None:
+            items.append([key, child])
+        elif "dict" in item[1] and "dict" in child:
+            item[1], more = merge(item[1], child, below)
+            clashes += more
+        else:
+            clashes.append(below)
+    return {"dict": items}, clashes
 
 
 class _Leaf:

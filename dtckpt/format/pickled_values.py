@@ -7,6 +7,7 @@ plain values too, made first.
 from __future__ import annotations
 
 import datetime
+import io
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -135,6 +136,15 @@ def _decode_bytes(arguments: Sequence[Any], _: Any) -> bytes:
     return str.encode(text, "latin-1")
 
 
+def _stream(arguments: Sequence[Any], state: Any) -> io.BytesIO:
+    data, position, attributes = state
+    if arguments or attributes:
+        raise ValueError("it has attributes")
+    stream = io.BytesIO(data)
+    stream.seek(position)
+    return stream
+
+
 def _numpy_dtype(arguments: Sequence[Any], state: Any) -> np.dtype[Any]:
     order = state[1] if state else "|"
     if order not in ("<", "|", "="):
@@ -211,6 +221,7 @@ _MAKERS: Mapping[str, Maker] = {
     "datetime.timedelta": _of(datetime.timedelta),
     "datetime.timezone": _of(datetime.timezone),
     "numpy.dtype": _numpy_dtype,
+    "_io.BytesIO": _stream,
     **{f"numpy.{core}.multiarray.scalar": _numpy_scalar for core in ("core", "_core")},
 }
 ARRAYS: Mapping[str, Maker] = {

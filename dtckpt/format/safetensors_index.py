@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import posixpath
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
+from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.stored_pieces import ForeignTensor, Piece, is_file_name
 from dtckpt.layout.region import Region
@@ -49,6 +50,8 @@ NAMES = {
     "float4_e2m1fn_x2": "F4",
 }
 """Dtypes of safetensors by dtype name."""
+_TOTALS = frozenset({"total_size", "total_parameters"})
+"""Notes of an index that follow from the tensors."""
 _DTYPES = {text: name for name, text in NAMES.items()}
 _TWO_IN_ONE = "float4_e2m1fn_x2"
 """Two numbers of safetensors' F4 are one element here; its last dim is twice as long there."""
@@ -62,11 +65,45 @@ class SafetensorsHeader:
         tensors: By name, in the order of the header.
         metadata: The texts of `METADATA`.
         nbytes: Bytes of the whole file.
+        refused: By name, why a tensor cannot be read.
     """
 
     tensors: Mapping[str, ForeignTensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
     nbytes: int = 0
+    refused: Mapping[str, DtckptError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightIndex:
+    """The index of a model in several files.
+
+    Args:
+        name: Its file name.
+        weight_map: The file of each tensor, by name.
+        metadata: Notes.
+    """
+
+    name: str
+    weight_map: Mapping[str, str]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def unread(self, read: Collection[str] = ()) -> list[str]:
+        """Return the notes that do not follow from the tensors, but those with the keys ``read``."""
+        return [f"{self.name}: metadata/{key}" for key in self.metadata if key not in _TOTALS and key not in read]
+
+    def absent(self, where: str, known: Collection[str]) -> dict[str, DtckptError]:
+        """Return the errors of the tensors that it names, and that its files lack.
+
+        Args:
+            where: The folder, for messages.
+            known: Names of what the files hold.
+        """
+        return {
+            name: CheckpointCorruptError(f"{where}/{self.name} says that {name[:200]!r} is in {file}, which lacks it")
+            for name, file in self.weight_map.items()
+            if name not in known
+        }
 
 
 def parse_length(data: bytes, file: str) -> int:
@@ -94,10 +131,10 @@ def parse_header(header: bytes, file: str, nbytes: int | None = None) -> Safeten
 
     Raises:
         CheckpointCorruptError: The header is malformed, contradicts itself, or does not fit the file.
-        CheckpointVersionError: A tensor has a dtype that this version does not know.
     """
     entries = _object(header, file)
-    metadata = entries.pop(METADATA, {})
+    # As in safetensors' own reader, null stands for no metadata.
+    metadata = given if (given := entries.pop(METADATA, None)) is not None else {}
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise CheckpointCorruptError(f"{file} is damaged: {METADATA} of its header must map names to texts")
     start = LENGTH_NBYTES + len(header)
@@ -115,8 +152,14 @@ def parse_header(header: bytes, file: str, nbytes: int | None = None) -> Safeten
         raise CheckpointCorruptError(
             f"{file} is damaged or was cut short: it has {nbytes} bytes, by its header it should have {start + end}"
         )
-    tensors = {name: _tensor(name, entries[name], file, start, ranges[name]) for name in entries}
-    return SafetensorsHeader(tensors, metadata, start + end)
+    tensors: dict[str, ForeignTensor] = {}
+    refused: dict[str, DtckptError] = {}
+    for name, entry in entries.items():
+        try:
+            tensors[name] = _tensor(name, entry, file, start, ranges[name])
+        except CheckpointVersionError as error:
+            refused[name] = error
+    return SafetensorsHeader(tensors, metadata, start + end, refused)
 
 
 def _object(data: bytes, file: str) -> dict[str, Any]:
@@ -183,15 +226,12 @@ def _tensor(name: str, entry: Mapping[str, Any], file: str, start: int, span: tu
     return tensor
 
 
-def parse_weight_map(data: bytes, file: str) -> tuple[dict[str, str], dict[str, Any]]:
+def parse_weight_map(data: bytes, file: str) -> WeightIndex:
     """Parse the index of a model in several files.
 
     Args:
         data: The JSON.
         file: The index's name.
-
-    Returns:
-        The file of each tensor, by name; and the metadata.
 
     Raises:
         CheckpointCorruptError: It is malformed, or names a file that does not lie beside it.
@@ -200,12 +240,14 @@ def parse_weight_map(data: bytes, file: str) -> tuple[dict[str, str], dict[str, 
     weight_map, metadata = content.get("weight_map"), content.get("metadata") or {}
     if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
         raise CheckpointCorruptError(f"{file} is no index of safetensors files: it has no weight_map")
+    files: dict[str, str] = {}
     for name, part in weight_map.items():
-        if not isinstance(part, str) or not is_file_name(part) or "/" in part:
+        files[name] = posixpath.normpath(part) if isinstance(part, str) else ""
+        if not is_file_name(files[name]) or "/" in files[name]:
             raise CheckpointCorruptError(
                 f"{file} says that {name[:200]!r} is in {str(part)[:200]!r}, which is no file beside it"
             )
-    return weight_map, metadata
+    return WeightIndex(file, files, metadata)
 
 
 def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:

@@ -7,7 +7,9 @@ stands in the metadata of the index::
     dtckpt.content    by name, the content digests of the file's tensors (`dtckpt.format.content`)
     lm_head.weight    the name of a stored tensor: this one is tied to it, and is not stored itself
 
-The last rule is that of ``safetensors.torch.save_model``, and so is read whoever wrote the file.
+The last rule is that of ``safetensors.torch.save_model``. In a file that dtckpt did not write, a text may equal a
+tensor's name by chance. There it is a tie only between names as a module's parameters have them: with dots, and one
+last part. Texts that are none of these are listed as unread.
 
 Names: keys of a tree are joined by ``/`` here, and by ``.`` in a file. The tree tells which is which on the way back;
 without it names stay as they are in the file.
@@ -17,19 +19,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from dtckpt.errors import CheckpointCorruptError, DtckptError, TensorNameError
 from dtckpt.format import tree as trees
-from dtckpt.format.safetensors_index import KIND, METADATA, SafetensorsHeader
-from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor
+from dtckpt.format.safetensors_index import KIND, METADATA, SafetensorsHeader, WeightIndex
+from dtckpt.format.safetensors_shards import SHARDS, VERSION, absent_shards, is_sharded, join_shards
+from dtckpt.format.stored_pieces import ForeignIndex
 
 TREE = "dtckpt.tree"
 CONTENT = "dtckpt.content"
 FORMAT = "format"
 """A note of every file that transformers reads: for which framework it is; dtckpt writes ``pt``."""
+_OF_FILES = frozenset({FORMAT, CONTENT, SHARDS, VERSION})
+"""Notes that are read, beside the tree."""
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
@@ -72,19 +77,22 @@ def content_text(digests: Mapping[str, int]) -> str:
     return json.dumps({name: f"{digest:016x}" for name, digest in digests.items()}, separators=(",", ":"))
 
 
-def index_of(where: str, headers: Mapping[str, SafetensorsHeader], metadata: Mapping[str, Any]) -> ForeignIndex:
+def index_of(where: str, headers: Mapping[str, SafetensorsHeader], index: WeightIndex | None = None) -> ForeignIndex:
     """Return the index of a model.
 
     Args:
         where: The file or directory, for messages.
         headers: The headers of its files, by file name.
-        metadata: The metadata of its index, if it has one.
+        index: Its index, if it has one.
 
     Raises:
         CheckpointCorruptError: A tensor is in two files.
     """
-    stored: dict[str, ForeignTensor] = {}
+    stored, refused = join_shards({file: header for file, header in headers.items() if is_sharded(header)})
     for file, header in headers.items():
+        refused |= header.refused
+        if is_sharded(header):
+            continue
         digests = _content(header.metadata)
         for name, tensor in header.tensors.items():
             if name in stored:
@@ -94,23 +102,54 @@ def index_of(where: str, headers: Mapping[str, SafetensorsHeader], metadata: Map
                     "its own path"
                 )
             stored[name] = replace(tensor, content=digests.get(name))
-    for header in headers.values():
-        for name, kept in header.metadata.items():
-            if name not in stored and name != FORMAT and kept in header.tensors:
+    ties = {file: _ties(header) for file, header in headers.items()}
+    for tied in ties.values():
+        for name, kept in tied.items():
+            if name not in stored and kept in stored:
                 stored[name] = replace(stored[kept], name=name)
-    plain = {"dict": [[name, {"tensor": name}] for name in stored]}
-    notes = [metadata, *(header.metadata for header in headers.values())]
+    files, notes, unread = [*headers], [header.metadata for header in headers.values()], []
+    if index is not None:
+        refused |= index.absent(where, stored.keys() | refused.keys())
+        files.append(index.name)
+        notes.insert(0, index.metadata)
+    tree = _tree_of(notes, stored)
+    read = frozenset() if tree is None else frozenset({TREE})
+    if index is not None:
+        unread += index.unread(read)
+    for file, header in headers.items():
+        known = read.union(_OF_FILES, ties[file])
+        unread += (f"{file}: {METADATA}/{key}" for key in header.metadata if key not in known)
+    unread += (f"{name} (no such file)" for name in absent_shards(headers))
+    if tree is None:
+        plain = {"dict": [[name, {"tensor": name}] for name in stored]}
+        return ForeignIndex(KIND, stored, plain, refused, tuple(files), tuple(unread))
+    names = file_names(trees.tensor_names(tree))
+    tensors = {name: replace(stored[there], name=name) for name, there in names.items()}
+    return ForeignIndex(KIND, tensors, tree, refused, tuple(files), tuple(unread))
+
+
+def _ties(header: SafetensorsHeader) -> dict[str, str]:
+    """Return the tied tensors that a file notes: by name, the name of the stored one."""
+
+    def is_tie(name: str, kept: str) -> bool:
+        if name in _OF_FILES or name == TREE or name in header.tensors or kept not in header.tensors:
+            return False
+        return CONTENT in header.metadata or ("." in name and name.rpartition(".")[2] == kept.rpartition(".")[2])
+
+    return {name: kept for name, kept in header.metadata.items() if is_tie(name, kept)}
+
+
+def _tree_of(notes: Iterable[Mapping[str, Any]], stored: Collection[str]) -> trees.Node | None:
+    """Return the tree that files note; None if there is none, or if it is not that of their tensors."""
     tree = _tree(next((note[TREE] for note in notes if TREE in note), None))
     if tree is None:
-        return ForeignIndex(KIND, stored, plain)
+        return None
     try:
         names = file_names(trees.tensor_names(tree))
     except TensorNameError:
-        return ForeignIndex(KIND, stored, plain)
+        return None
     # Somebody may have changed the tensors and kept the notes; then the tree is not theirs.
-    if sorted(names.values()) != sorted(stored):
-        return ForeignIndex(KIND, stored, plain)
-    return ForeignIndex(KIND, {name: replace(stored[there], name=name) for name, there in names.items()}, tree)
+    return tree if sorted(names.values()) == sorted(stored) else None
 
 
 def _tree(text: Any) -> trees.Node | None:

@@ -170,6 +170,8 @@ class ForeignIndex:
         structure: The state tree of its tensors and plain values, as a node of `dtckpt.format.tree`.
         refused: By path, why something in the checkpoint cannot be read, such as a value of a class that only code
             could make. It is not in the tree, and an error for those who ask for it.
+        files: Names of the files that it describes or was read from.
+        unread: The rest: names of other files beside them, and notes in them that the index does not have.
 
     Raises:
         CheckpointCorruptError: The structure is malformed, or does not name every tensor once.
@@ -179,6 +181,8 @@ class ForeignIndex:
     tensors: Mapping[str, ForeignTensor]
     structure: trees.Node
     refused: Mapping[str, DtckptError] = field(default_factory=dict)
+    files: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))

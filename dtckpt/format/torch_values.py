@@ -23,7 +23,7 @@ WEIGHTS_ONLY = frozenset(
 """The kinds of nodes, and of containers, that ``torch.load(weights_only=True)`` makes."""
 
 ANY_CLASS = WEIGHTS_ONLY | {
-    *("frozenset", "range", "numpy", "date", "datetime", "timedelta"),
+    *("frozenset", "range", "numpy", "date", "datetime", "timedelta", "BytesIO"),
     *("PosixPath", "PurePosixPath", "PureWindowsPath"),
     *("defaultdict", "deque", "SimpleNamespace"),
 }

@@ -279,6 +279,12 @@ def items_of(node: Node) -> tuple[str, list[tuple[Any, Node]]] | None:
     return (kind, list(enumerate(content))) if kind in _BASE_NAMES else None
 
 
+def dict_of(node: Node) -> Node | None:
+    """Return a dict, or the dict with the items of an ``OrderedDict``; None for other nodes."""
+    inner = node["type"][2] if "type" in node and node["type"][0] == "OrderedDict" else node
+    return inner if "dict" in inner else None
+
+
 def rename(node: Node, names: Mapping[str, str]) -> Node:
     """Return a structure whose tensors and values are at other paths.
 

@@ -12,6 +12,7 @@ from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.safetensors_index import (
     LENGTH_NBYTES,
     NAMES,
+    WeightIndex,
     header_bytes,
     parse_header,
     parse_length,
@@ -103,8 +104,16 @@ def test_malformed(case):
 
 
 def test_unknown_dtype():
+    header = parse(file_of({"w": entry(0, 6, (8,), "F6_E2M3"), "v": entry(6, 14)}, 14))
+    assert list(header.tensors) == ["v"]
     with pytest.raises(CheckpointVersionError, match="'w' of f has dtype F6_E2M3"):
-        parse(file_of({"w": entry(0, 6, (8,), "F6_E2M3")}, 6))
+        raise header.refused["w"]
+
+
+def test_null_as_metadata():
+    data = file_of({"__metadata__": None, "w": entry()})
+    assert parse(data).metadata == {}
+    assert list(load(data)) == ["w"]
 
 
 def test_lengths():
@@ -130,13 +139,18 @@ def test_every_cut_and_every_changed_byte_gives_a_header_or_an_error():
 
 def test_weight_maps():
     data = json.dumps({"metadata": {"total_size": 8}, "weight_map": {"w": "a.safetensors"}}).encode()
-    assert parse_weight_map(data, "i") == ({"w": "a.safetensors"}, {"total_size": 8})
+    assert parse_weight_map(data, "i") == WeightIndex("i", {"w": "a.safetensors"}, {"total_size": 8})
+    for text in ("./a", ".//a", "b/../a"):
+        data = json.dumps({"weight_map": {"w": text}}).encode()
+        assert parse_weight_map(data, "i").weight_map == {"w": "a"}
     for content in (
         [],
         {},
         {"weight_map": 1},
         {"weight_map": {"w": 1}},
         {"weight_map": {"w": "../a"}},
+        {"weight_map": {"w": "./../a"}},
+        {"weight_map": {"w": "."}},
         {"weight_map": {"w": "/a"}},
         {"weight_map": {"w": "b/a"}},
         {"weight_map": {"w": ""}},

@@ -13,6 +13,7 @@ from dtckpt.checkpoint.converting.checkpoint_target import CheckpointConversion
 from dtckpt.checkpoint.converting.export import Export, ExportedTensor, plan_export
 from dtckpt.checkpoint.converting.files_target import FilesConversion
 from dtckpt.checkpoint.converting.report import ConvertedTensor, ConvertReport
+from dtckpt.checkpoint.converting.source_account import SourceAccount, validate_all_read
 from dtckpt.checkpoint.converting.targets import FILE_TARGETS, KVSTORE_OF, target_names, target_of
 from dtckpt.checkpoint.converting.write_files import read_content
 from dtckpt.checkpoint.leaves import dtype_name
@@ -46,6 +47,7 @@ def convert(
     max_memory: int = DEFAULT_MAX_MEMORY,
     options: SaveOptions | None = None,
     overwrite: bool = False,
+    ignore_rest: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConvertReport:
@@ -77,6 +79,8 @@ def convert(
         max_memory: Bound on the bytes of tensor data in memory.
         options: For ``dtckpt`` and ``zarr``: options of the save, but ``kvstore`` and ``overwrite``.
         overwrite: Whether a checkpoint at ``dst`` is replaced, once the new one is durable.
+        ignore_rest: Whether files beside another library's checkpoint, notes in its files, and values that dtckpt does
+            not read are left behind. The report names them. Default: without ``select``, they are an error.
         dry_run: Plan and report only.
         progress: Called with the new name of a tensor and its bytes that were handed to storage since the last call.
 
@@ -87,7 +91,8 @@ def convert(
         DTypeError: The format lacks a tensor's dtype.
         CheckpointCorruptError: The source is damaged, or a tensor would change.
         CheckpointExistsError: ``dst`` is taken.
-        CheckpointError: As for `dtckpt.open_checkpoint` and `dtckpt.save`.
+        TreeError: A value is of a class that only code could make.
+        CheckpointError: As for `dtckpt.open_checkpoint` and `dtckpt.save`; or something would be left behind.
 
     >>> import tempfile, torch, dtckpt
     >>> folder = tempfile.mkdtemp()
@@ -105,17 +110,28 @@ def convert(
     with open_checkpoint(src) as checkpoint:
         validate_apart(checkpoint.path, where)
         globs = [select] if isinstance(select, str) else select
+        if not ignore_rest:
+            validate_all_read(checkpoint, globs)
         new_dtype = None if dtype is None else dtype_name(dtype)
-        numbers = form in FILE_TARGETS and FILE_TARGETS[form].numbers_parameters
-        export = plan_export(checkpoint, select=globs, rename=rename, dtype=new_dtype, tied=tied, is_numbered=numbers)
+        target = FILE_TARGETS.get(form)
+        export = plan_export(
+            checkpoint,
+            select=globs,
+            rename=rename,
+            dtype=new_dtype,
+            tied=tied,
+            is_numbered=target is not None and target.numbers_parameters,
+        )
         validate_tied(checkpoint, export, tied or {})
         conversion: _Conversion
-        if form in FILE_TARGETS:
+        dropped: Mapping[str, str] = {}
+        if target is not None:
+            dropped = target.dropped(export.structure)
             conversion = FilesConversion(
                 checkpoint,
                 export,
                 where,
-                FILE_TARGETS[form],
+                target,
                 max_memory=max_memory,
                 max_file_nbytes=max_shard_size,
                 overwrite=overwrite,
@@ -136,6 +152,7 @@ def convert(
             tensors=[_converted(tensor, export, contents) for tensor in export.tensors],
             files=conversion.files,
             values=[path for path, _ in trees.value_nodes(export.structure)],
+            account=SourceAccount.of(checkpoint, export.taken, dropped),
             max_memory=max_memory,
             seconds=time.monotonic() - start,
         )

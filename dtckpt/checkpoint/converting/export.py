@@ -64,18 +64,25 @@ class Export:
         tensors: The tensors, in the order of the state tree.
         structure: The state tree, with the new names.
         tied: By new name, the name of the tensor whose elements a tensor shares.
+        values: Path by path in the source, of the plain values; new where the rules of the caller rename it.
         read_array: Reads all elements of a tensor or an array, by its new name. Blocks: on storage.
     """
 
     tensors: tuple[ExportedTensor, ...]
     structure: trees.Node
     tied: Mapping[str, str]
+    values: Mapping[str, str]
     read_array: Callable[[str], np.ndarray[Any, Any]] = field(compare=False, repr=False)
 
     @property
     def stored(self) -> tuple[ExportedTensor, ...]:
         """The tensors without those that are tied to another one."""
         return tuple(tensor for tensor in self.tensors if tensor.name not in self.tied)
+
+    @property
+    def taken(self) -> dict[str, str]:
+        """New name by old one, of all tensors and values."""
+        return {tensor.info.name: tensor.name for tensor in self.tensors} | dict(self.values)
 
 
 def plan_export(
@@ -87,7 +94,7 @@ def plan_export(
     tied: Mapping[str, str] | None = None,
     is_numbered: bool = False,
 ) -> Export:
-    """Choose and name what is written of a checkpoint.
+    """Choose and name what is written of a checkpoint, of all that can be read of it.
 
     Args:
         checkpoint: The checkpoint.
@@ -101,15 +108,11 @@ def plan_export(
     Raises:
         TensorNotFoundError: A glob matches nothing, or a tensor to be tied is not there.
         TensorNameError: Two tensors would have one name, or a tensor is tied to one that is tied itself.
-        TreeError: Something that is selected is of a class that only code could make.
         ConfigError: The dtype is no floating-point type, or tied tensors differ in shape or dtype.
     """
     if dtype is not None and not is_floating(dtype):
         raise ConfigError(f"dtype for floating-point tensors must be a floating-point type; got {dtype}")
     validate_rename({} if rename is None else rename)
-    for path in checkpoint.refused:
-        if not select or any(fnmatch.fnmatchcase(path, pattern) for pattern in select):
-            checkpoint.validate_readable(path)
     structure = _selected(checkpoint, select)
     old_names = trees.tensor_names(structure)
     # Only of what was selected: what is left out needs no new name.
@@ -120,6 +123,7 @@ def plan_export(
         structure = trees.relabel(trees.rename(structure, names), names)
         structure, moved = with_new_names(structure, of_parameters)
         names |= _following(old_names, names, moved)
+    values = {path: names.get(path, path) for path in paths}
     if is_numbered:
         structure, moved = with_numbers(structure)
         names |= _following(old_names, names, moved)
@@ -139,7 +143,7 @@ def plan_export(
         checkpoint.read_into(tensor.info.name, region, elements)
         return elements
 
-    return Export(tensors, structure, _tied(tensors, told, tied or {}), read_array)
+    return Export(tensors, structure, _tied(tensors, told, tied or {}), values, read_array)
 
 
 def _following(old_names: Iterable[str], names: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dtckpt.checkpoint.converting.source_account import SourceAccount
 from dtckpt.storage.location import Location
 
 
@@ -46,6 +47,7 @@ class ConvertReport:
         tensors: The tensors, in the order of the state tree.
         files: Bytes by name of the files that are written; empty for checkpoints of this library.
         values: Paths of the plain values.
+        account: What was done with every file and key of the source.
         max_memory: The bound on the tensor data in memory.
         seconds: Duration; of a dry run, that of the plan.
     """
@@ -57,6 +59,7 @@ class ConvertReport:
     tensors: Sequence[ConvertedTensor]
     files: Mapping[str, int]
     values: Sequence[str]
+    account: SourceAccount
     max_memory: int
     seconds: float
 

@@ -6,13 +6,14 @@ an entry here. Writing in bounded memory, proof and commit follow from the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dtckpt.checkpoint.converting import safetensors_target, torch_target
 from dtckpt.checkpoint.converting.export import Export
 from dtckpt.checkpoint.converting.file_plan import FilePlan
 from dtckpt.format.manifest import KVSTORES
+from dtckpt.format.tree import Node
 
 DTCKPT = "dtckpt"
 """The format of this library, with its default storage."""
@@ -32,6 +33,7 @@ class FileTarget:
             replace.
         plan_folder: Plans the files of a directory, given the bound on the bytes of one; None if there are none.
         plan_file: Plans one file of a name; None if the format needs a directory.
+        dropped: Tells of a state tree, by path, why the format does not keep something.
         numbers_parameters: Whether optimizers have numbers in place of the names of their parameters.
     """
 
@@ -40,6 +42,7 @@ class FileTarget:
     is_own: Callable[[str], bool]
     plan_folder: Callable[[Export, int], Sequence[FilePlan]] | None
     plan_file: Callable[[Export, str], Sequence[FilePlan]] | None
+    dropped: Callable[[Node], Mapping[str, str]] = lambda _: {}
     numbers_parameters: bool = False
 
 
@@ -59,6 +62,7 @@ FILE_TARGETS: dict[str, FileTarget] = {
             is_own=torch_target.is_own,
             plan_folder=torch_target.plan_folder,
             plan_file=None,
+            dropped=torch_target.dropped,
         ),
         FileTarget(
             kind="torch",

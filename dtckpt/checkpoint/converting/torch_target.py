@@ -13,7 +13,8 @@ from dtckpt.checkpoint.converting.file_plan import FilePlan, Slot, Written
 from dtckpt.errors import ConfigError, RegionNotFoundError
 from dtckpt.format import tree as trees
 from dtckpt.format.dcp_metadata import METADATA_NAME
-from dtckpt.format.dcp_plan import TensorFacts, plan_checkpoint
+from dtckpt.format.dcp_plan import TensorFacts, empty_dicts, plan_checkpoint
+from dtckpt.format.names import name_of_key
 from dtckpt.format.torch_values import WEIGHTS_ONLY, build_object
 from dtckpt.format.torch_zip_plan import Checksum, Elements, Segment, plan_zip, segment_nbytes
 from dtckpt.layout.region import Region
@@ -75,6 +76,12 @@ def plan_folder(export: Export, max_file_nbytes: int) -> list[FilePlan]:
     tensors = {each.name: each for each in export.tensors}
     files = plan_checkpoint(export.structure, facts, export.read_array, max_file_nbytes)
     return [_file_plan(name, segments, tensors) for name, segments in files.items()]
+
+
+def dropped(structure: trees.Node) -> dict[str, str]:
+    """Return, by path, why a distributed checkpoint does not keep something."""
+    lost = ("/".join(name_of_key(str(key)) for key in path) for path in empty_dicts(structure))
+    return dict.fromkeys(lost, "distributed checkpoints of PyTorch keep no empty dicts")
 
 
 def _validate_whole(export: Export) -> None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dtckpt.checkpoint.converting.optimizer_states import with_numbers
 from dtckpt.checkpoint.inspecting.difference import (
     Difference,
     DifferenceKind,
@@ -37,6 +38,8 @@ from dtckpt.checkpoint.restoring.rename_rules import Rename, renamed, validate_r
 from dtckpt.errors import TensorNotFoundError, capped
 from dtckpt.format.natural_order import natural_key
 
+NUMBERED = "torch"
+"""The format in which optimizers number their parameters; see `dtckpt.checkpoint.converting.targets`."""
 Progress = Callable[[str, int], None]
 """Called with a tensor's name, and the bytes of its elements, in both checkpoints, that were compared since the last
 call."""
@@ -154,7 +157,10 @@ def plan_comparison(
     """
     start = time.monotonic()
     validate_rename({} if rename is None else rename)
-    first, second = _Side.of(a, select), _Side.of(b, select if rename is None else ())
+    # In a file of torch.save optimizers number their parameters, and elsewhere they may have names.
+    numbers = a.format != b.format and NUMBERED in (a.format, b.format)
+    first = _Side.of(a, select, is_numbered=numbers)
+    second = _Side.of(b, select if rename is None else (), is_numbered=numbers)
     _validate_all_used(select, *([first, second] if rename is None else [first]))
     if rename is not None:
         first = first.renamed(rename)
@@ -162,6 +168,9 @@ def plan_comparison(
     reads = reads if has_elements else Reads.NONE
     is_trusted = reads is Reads.NONE or a.format == b.format == KIND
     differences = [*_path_differences(first, second)]
+    if not select:
+        differences += (Difference(name, DifferenceKind.FILE, a="not read") for name in a.unread)
+        differences += (Difference(name, DifferenceKind.FILE, b="not read") for name in b.unread)
     tensors = []
     for path in first.names:
         if path in second.names:
@@ -192,11 +201,15 @@ class _Side:
     refused: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, select: Sequence[str]) -> _Side:
+    def of(cls, checkpoint: Checkpoint, select: Sequence[str], *, is_numbered: bool) -> _Side:
         # One expression for all globs: there may be many tensors.
         is_wanted = re.compile("|".join(map(fnmatch.translate, select or ["*"]))).match
-        leaves = {path: leaf for path, leaf in tree_leaves(checkpoint.structure) if is_wanted(path)}
-        names = {path: path for path, leaf in leaves.items() if leaf.is_tensor}
+        structure, moved = with_numbers(checkpoint.structure) if is_numbered else (checkpoint.structure, {})
+        old = {new: name for name, new in moved.items()}
+        leaves = {
+            path: leaf for path, leaf in tree_leaves(structure) if is_wanted(path) or is_wanted(old.get(path, path))
+        }
+        names = {path: old.get(path, path) for path, leaf in leaves.items() if leaf.is_tensor}
         refused = {path: error.message for path, error in checkpoint.refused.items() if is_wanted(path)}
         return cls(checkpoint, leaves, names, refused)
 

@@ -28,6 +28,8 @@ class DifferenceKind(enum.StrEnum):
     PART = "part"
     """Which part of the tensor was saved."""
     ELEMENTS = "elements"
+    FILE = "file"
+    """A file beside another library's checkpoint, or a note in one, that is not read, and so was not compared."""
     UNKNOWN = "unknown"
     """Whether it differs was not found out."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -105,6 +105,14 @@ class Checkpoint:
     def refused(self) -> Mapping[str, DtckptError]:
         """By path, why something in another library's checkpoint cannot be read. It is not in `structure`."""
         return self.files.refused
+
+    @property
+    def unread(self) -> Sequence[str]:
+        """Names of what lies in another library's directory and is not read: files, and notes in files.
+
+        Where directories cannot be listed, as in object stores, files that this library does not know are not found.
+        """
+        return self.files.unread
 
     def validate_readable(self, path: str = "") -> None:
         """Check that what is at a path, above it or below it can be read; by default everything.

@@ -55,6 +55,16 @@ class CheckpointFiles(Protocol):
         ...
 
     @property
+    def files(self) -> Sequence[str]:
+        """The files of another library that it is read from; empty for checkpoints of this library."""
+        ...
+
+    @property
+    def unread(self) -> Sequence[str]:
+        """What lies beside them or in them and is not read: files, and notes in files; as far as that can be listed."""
+        ...
+
+    @property
     def has_digests(self) -> bool:
         """Whether reads compare what they read with digests."""
         ...

@@ -8,8 +8,9 @@ elements when a client wants them. Processes that save without collectives write
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+from dtckpt.checkpoint.reading.dcp_companions import FORMAT_NAME, MERGED, with_companions
 from dtckpt.checkpoint.reading.dcp_processes import merge_processes
 from dtckpt.checkpoint.reading.dcp_values import Value, read_values, segments_of, tensor_of
 from dtckpt.errors import DtckptError, TreeError
@@ -21,7 +22,8 @@ from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor
 from dtckpt.storage.folder import Folder
 
 KIND = "dcp"
-MARKERS = (METADATA_NAME,)
+MARKERS = (METADATA_NAME, *MERGED, FORMAT_NAME)
+"""The metadata, and what may lie beside it."""
 _OF_ONE_PROCESS = re.compile(r"__([0-9]{1,9})\.metadata")
 
 
@@ -40,7 +42,7 @@ def read_index(folder: Folder, names: Collection[str]) -> ForeignIndex:
 
     Args:
         folder: The directory.
-        names: The names in it, or that of the metadata.
+        names: The names in it.
 
     Raises:
         CheckpointCorruptError: The metadata is damaged.
@@ -48,17 +50,19 @@ def read_index(folder: Folder, names: Collection[str]) -> ForeignIndex:
     """
     if METADATA_NAME in names:
         metadata = _read_metadata(folder, METADATA_NAME)
-        return _index(metadata, read_values(folder, metadata))
+        index = _index(metadata, read_values(folder, metadata), [METADATA_NAME])
+        return with_companions(index, folder, names)
     files = {int(match[1]): name for name in names if (match := _OF_ONE_PROCESS.fullmatch(name)) is not None}
-    return _index(*merge_processes(folder, {rank: _read_metadata(folder, files[rank]) for rank in sorted(files)}))
+    merged = merge_processes(folder, {rank: _read_metadata(folder, files[rank]) for rank in sorted(files)})
+    return with_companions(_index(*merged, list(files.values())), folder, names)
 
 
 def _read_metadata(folder: Folder, name: str) -> DcpMetadata:
     return parse_metadata(folder.read_whole(name, MAX_PICKLE_NBYTES), f"{folder}/{name}")
 
 
-def _index(metadata: DcpMetadata, values: Mapping[str, Value | DtckptError]) -> ForeignIndex:
-    """Return the index of a checkpoint, of its metadata and its plain values by flattened name."""
+def _index(metadata: DcpMetadata, values: Mapping[str, Value | DtckptError], files: Sequence[str]) -> ForeignIndex:
+    """Return the index of a checkpoint, of its metadata, values by flattened name, and files of the metadata."""
     nodes: dict[Path, trees.Node] = {}
     tensors: dict[str, ForeignTensor] = {}
     refused: dict[str, DtckptError] = {}
@@ -76,4 +80,4 @@ def _index(metadata: DcpMetadata, values: Mapping[str, Value | DtckptError]) -> 
         nodes[path] = {"tensor": name} if value is None else value.node
         if value is not None:
             refused.update(value.refused)
-    return ForeignIndex(KIND, tensors, structure_of(nodes), refused)
+    return ForeignIndex(KIND, tensors, structure_of(nodes), refused, (*files, *sorted(metadata.files)))

@@ -52,7 +52,8 @@ def merge_processes(folder: Folder, processes: Mapping[int, DcpMetadata]) -> tup
             merged[flat] = merging.values(
                 {rank: value for rank, value in found.items() if isinstance(value, Value)}, items
             )
-    return DcpMetadata(tensors, {}, paths), merged
+    files = frozenset().union(*(metadata.files for metadata in processes.values()))
+    return DcpMetadata(tensors, {}, paths, files=files), merged
 
 
 class _Merging:

@@ -14,6 +14,8 @@ from pathlib import Path
 from dtckpt.checkpoint.reading import dcp_files, safetensors_files, torch_files
 from dtckpt.checkpoint.reading.piece_files import PieceFiles
 from dtckpt.errors import CheckpointError, CheckpointNotFoundError, capped
+from dtckpt.format.dcp_metadata import METADATA_NAME
+from dtckpt.format.model_parts import validate_alone
 from dtckpt.format.names import is_own_segment
 from dtckpt.format.stored_pieces import ForeignIndex
 from dtckpt.storage.failures import translate_errors
@@ -39,6 +41,7 @@ class ForeignFormat:
         is_folder: Whether a directory, by the names in it, is such a checkpoint.
         read_index: Reads the index, given the folder and the names in it: that of the one file which the user named,
             or those of all files. It raises `CheckpointError`s, and what the methods of `Folder` raise.
+        validate_file: Raises a `CheckpointError` for a file that is only a part of a checkpoint, by its name.
     """
 
     kind: str
@@ -48,6 +51,7 @@ class ForeignFormat:
     is_file: Callable[[str, bytes], bool]
     is_folder: Callable[[Collection[str]], bool]
     read_index: Callable[[Folder, Collection[str]], ForeignIndex]
+    validate_file: Callable[[str], None] = lambda _: None
 
 
 FORMATS: dict[str, ForeignFormat] = {
@@ -70,15 +74,17 @@ FORMATS: dict[str, ForeignFormat] = {
             is_file=safetensors_files.is_file,
             is_folder=safetensors_files.is_folder,
             read_index=safetensors_files.read_index,
+            validate_file=validate_alone,
         ),
         ForeignFormat(
             kind=torch_files.KIND,
             title="a file of torch.save",
             suffixes=torch_files.SUFFIXES,
-            markers=(),
+            markers=torch_files.MARKERS,
             is_file=torch_files.is_file,
             is_folder=torch_files.is_folder,
             read_index=torch_files.read_index,
+            validate_file=validate_alone,
         ),
     )
 }
@@ -118,6 +124,8 @@ class _Found:
 
 def _found(where: Location) -> _Found | None:
     if isinstance(where, Path):
+        if where.name == METADATA_NAME and where.is_file():
+            where = where.parent  # its metadata stand for a whole directory
         if where.is_file():
             return _as_file(LocalFolder(where.parent), where.name)
         return _as_folder(LocalFolder(where), LocalFolder(where).names()) if where.is_dir() else None
@@ -135,7 +143,11 @@ def _as_folder(folder: Folder, names: Collection[str]) -> _Found | None:
 def _as_file(folder: Folder, name: str) -> _Found | None:
     if (head := _head(folder, name)) is None:
         return None
-    return next((_Found(folder, [name], form) for form in FORMATS.values() if form.is_file(name, head)), None)
+    form = next((form for form in FORMATS.values() if form.is_file(name, head)), None)
+    if form is None:
+        return None
+    form.validate_file(name)
+    return _Found(folder, [name], form)
 
 
 def _head(folder: Folder, name: str) -> bytes | None:

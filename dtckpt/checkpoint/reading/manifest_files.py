@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -104,6 +104,8 @@ class ManifestFiles:
     kind = KIND
     has_digests = True
     refused: Mapping[str, DtckptError] = MappingProxyType({})
+    files: Sequence[str] = ()
+    unread: Sequence[str] = ()
 
     def __init__(self, path: Location, root: Folder, manifest: Manifest, *, is_remote: bool) -> None:
         self._structure = trees.load(manifest.tree) if manifest.tree else None

@@ -161,6 +161,8 @@ class PieceFiles:
         self.kind = index.kind
         self.structure: trees.Node = index.structure
         self.refused = index.refused
+        self.files = index.files
+        self.unread = index.unread
         self._index = index
         self._folder = folder
         self._is_local = isinstance(folder, LocalFolder) and not is_remote

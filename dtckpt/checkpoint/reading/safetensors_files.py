@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
 
 from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format import safetensors_index
+from dtckpt.format.model_parts import validate_parts
 from dtckpt.format.safetensors_index import (
     LENGTH_NBYTES,
     MAX_HEADER_NBYTES,
@@ -24,9 +25,13 @@ from dtckpt.storage.folder import Folder
 KIND = safetensors_index.KIND
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-STEMS = ("model", "diffusion_pytorch_model", "adapter_model")
-"""The names that Hugging Face's libraries give to a model's files."""
-MARKERS = tuple(f"{stem}{suffix}" for stem in STEMS for suffix in (INDEX_SUFFIX, SUFFIX))
+STEMS = {
+    "model": (SUFFIX, INDEX_SUFFIX),
+    "diffusion_pytorch_model": (INDEX_SUFFIX, SUFFIX),
+    "adapter_model": (SUFFIX, INDEX_SUFFIX),
+}
+"""The names that Hugging Face's libraries give to a model's files, each with what its library looks for first."""
+MARKERS = tuple(f"{stem}{suffix}" for stem, suffixes in STEMS.items() for suffix in suffixes)
 MAX_FILES = 1 << 14
 """Bound on the files of one model."""
 _FIRST_NBYTES = 64 << 10
@@ -55,23 +60,21 @@ def read_index(folder: Folder, names: Collection[str]) -> ForeignIndex:
 
     Raises:
         CheckpointCorruptError: A file is missing or malformed, or the files contradict each other.
-        CheckpointVersionError: A tensor has a dtype that this version does not know.
+        CheckpointIncompleteError: By the names of the files, others are missing.
     """
-    index, files = _chosen(folder, names)
-    weight_map: Mapping[str, str] = {}
-    metadata: Mapping[str, Any] = {}
-    if index is not None:
-        weight_map, metadata = parse_weight_map(folder.read_whole(index, MAX_INDEX_NBYTES), index)
-        files = sorted(set(weight_map.values()))
+    name, files = _chosen(folder, names)
+    index = None
+    if name is None:
+        validate_parts(files, str(folder))
+    else:
+        index = parse_weight_map(folder.read_whole(name, MAX_INDEX_NBYTES), name)
+        files = sorted(set(index.weight_map.values()))
     if len(files) > MAX_FILES:
         raise CheckpointCorruptError(f"{folder} has {len(files)} safetensors files, expected at most {MAX_FILES}")
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
         headers = dict(zip(files, pool.map(lambda file: read_header(folder, file), files), strict=True))
-    for name, file in weight_map.items():
-        # A tied tensor is noted in the metadata of the file that has the other one. Files may hold more than is named.
-        if name not in headers[file].tensors and name not in headers[file].metadata:
-            raise CheckpointCorruptError(f"{folder}/{index} says that {name[:200]!r} is in {file}, which lacks it")
-    return index_of(str(folder), headers, metadata)
+    read = index_of(str(folder), headers, index)
+    return replace(read, unread=(*sorted(set(names).difference(read.files)), *read.unread))
 
 
 def _chosen(folder: Folder, names: Collection[str]) -> tuple[str | None, Sequence[str]]:
@@ -97,4 +100,11 @@ def read_header(folder: Folder, file: str) -> SafetensorsHeader:
         raise CheckpointCorruptError(f"{folder}/{file} is missing") from None
     if len(data) < stop:
         raise CheckpointCorruptError(f"{folder}/{file} was cut short: its header has {stop} bytes, it has {len(data)}")
-    return parse_header(data[LENGTH_NBYTES:], file)
+    header = parse_header(data[LENGTH_NBYTES:], file)
+    # As safetensors' own reader: bytes that belong to no tensor are damage, or hide something.
+    end = header.nbytes
+    if first[end:] if len(first) < _FIRST_NBYTES else folder.read(file, end, end + 1):
+        raise CheckpointCorruptError(
+            f"{folder}/{file} is damaged: it has bytes behind its last tensor, which ends at byte {end}"
+        )
+    return header

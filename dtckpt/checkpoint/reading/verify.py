@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -73,6 +73,8 @@ class VerifyReport:
         num_contents: Tensors whose content digest was compared, too.
         num_unverified: Tensors that could be read, but of which nobody noted a digest: bytes of them that changed since
             are not found. Other libraries' files have none, but those that `dtckpt.convert` wrote have.
+        unread: What another library's checkpoint holds beside that: files and notes that dtckpt does not read
+            (`dtckpt.Checkpoint.unread`), and the paths of values that cannot be read.
     """
 
     path: Location
@@ -83,6 +85,7 @@ class VerifyReport:
     seconds: float
     damages: tuple[Damage, ...]
     num_unverified: int = 0
+    unread: Sequence[str] = ()
 
     @property
     def is_sound(self) -> bool:
@@ -142,6 +145,7 @@ def verify(
         seconds=time.monotonic() - start,
         damages=tuple(damages),
         num_unverified=0 if files.has_digests else sum(map(_is_unknown, infos.values())),
+        unread=(*files.unread, *files.refused),
     )
 
 

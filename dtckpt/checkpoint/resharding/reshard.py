@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from dtckpt.checkpoint.converting.source_account import SourceAccount, validate_all_read
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
@@ -29,6 +30,7 @@ from dtckpt.coordination.api import Member
 from dtckpt.coordination.single_client import SingleClientCoordination
 from dtckpt.errors import ConfigError, MeshTypeError
 from dtckpt.format.dtypes import is_floating
+from dtckpt.format.tree import value_nodes
 from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.commit_by_rename import DirectoryTarget
@@ -53,6 +55,8 @@ class ReshardReport:
     read_nbytes: int
     """Bytes of tensor data, before compression, that the plan reads from the source; with several workers, all read."""
     save: SaveReport | None
+    account: SourceAccount
+    """What was done with every file and key of the source."""
     part: PartReport | None = None
     """The result of this worker, if there are several."""
 
@@ -71,6 +75,7 @@ def reshard(
     dtype: torch.dtype | None = None,
     max_memory: int = DEFAULT_MAX_MEMORY,
     options: SaveOptions | None = None,
+    ignore_rest: bool = False,
     dry_run: bool = False,
     progress: Progress | None = None,
     worker: Worker | None = None,
@@ -93,6 +98,8 @@ def reshard(
         max_memory: Bound on the bytes of tensor data in memory.
         options: Options of the save of ``dst``; without a codec, tensors keep theirs, and without ``raw_bits`` the
             checkpoint does.
+        ignore_rest: Whether what dtckpt does not read of another library's checkpoint is left behind, as for
+            `dtckpt.convert`.
         dry_run: Plan and report only.
         progress: See `Progress`.
         worker: This process, if several write ``dst`` together: all are called with the same arguments but this one,
@@ -118,7 +125,8 @@ def reshard(
         if worker is None:
             place.check_target(overwrite=options.overwrite)
         _validate_apart(checkpoint.path, place.where)
-        checkpoint.validate_readable()
+        if not ignore_rest:
+            validate_all_read(checkpoint)
         if options.raw_bits is None:
             options = replace(options, raw_bits=checkpoint.format == KIND and checkpoint.manifest.raw_bits)
         infos = dict(checkpoint.tensors)
@@ -143,8 +151,10 @@ def reshard(
                     # Replicas are not compared: a source has one copy of everything, and would read all of it again.
                     options = replace(options, chunk_nbytes=plan.chunk_nbytes, check_replicas=False)
                     saved = _save(place.where, specs, source, checkpoint.tree, options)
+        values = (path for path, _ in value_nodes(checkpoint.structure))
+        account = SourceAccount.of(checkpoint, {path: path for path in (*infos, *values)})
         return ReshardReport(
-            checkpoint.path, place.where, mesh, plan.tensors, max_memory, plan.read_nbytes, saved, part
+            checkpoint.path, place.where, mesh, plan.tensors, max_memory, plan.read_nbytes, saved, account, part
         )
 
 

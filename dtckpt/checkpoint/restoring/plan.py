@@ -68,6 +68,7 @@ class RestorePlan:
             cast=tuple(cast),
             renamed=dict(self.renamed),
             owners=dict(self.owners),
+            unread=tuple(checkpoint.unread),
         )
 
 

@@ -47,6 +47,7 @@ class RestoreReport:
             of the parameter, or the names of the members; ``position``: by the order in which the optimizer has them;
             ``default``: not saved, so it is what the target's optimizer was made with. Everything else in a tree is
             found by its name.
+        unread: Files and notes of another library that dtckpt does not read; see `dtckpt.Checkpoint.unread`.
         refusal: The reason why nothing was restored; empty if all went well.
         phases: Cost of each phase on this client, by name: ``plan``, ``read`` (with digests), ``move`` (copies to
             devices and to further copies on this client) and ``barrier``, the wait for the others. Empty if nothing
@@ -62,6 +63,7 @@ class RestoreReport:
     cast: tuple[Cast, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
     owners: Mapping[str, Rule] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
     refusal: str = ""
     phases: Mapping[str, PhaseCost] = field(default_factory=dict)
 

@@ -142,6 +142,8 @@ class TierFiles:
 
     kind = KIND
     refused: Mapping[str, DtckptError] = {}
+    files: Sequence[str] = ()
+    unread: Sequence[str] = ()
     has_digests = True
 
     def __init__(

@@ -4,6 +4,7 @@ import errno
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -121,7 +122,8 @@ def test_other_readers_read_what_is_written(saved, tmp_path):
                 if not name.endswith(("e8m0fnu", "e2m1fn_x2")):  # safetensors for PyTorch lacks them
                     assert same(opened.get_tensor(name), tensors()[names[name]])
         # Each element at a multiple of its size, as safetensors itself lays them out.
-        with dtckpt.open_checkpoint(tmp_path / "st" / file) as checkpoint:
+        part = shutil.copy(tmp_path / "st" / file, tmp_path / "part.safetensors")
+        with dtckpt.open_checkpoint(part) as checkpoint:
             for info in checkpoint.tensors.values():
                 assert all(int(chunk.key.split("@")[1]) % info.dtype.itemsize == 0 for chunk in info.chunks)
 

@@ -94,7 +94,9 @@ def test_restore_into_targets_and_onto_meshes(stored):
 
 def test_reshard(stored, tmp_path):
     mesh = dtckpt.abstract_mesh({"x": 4})
-    dtckpt.reshard(stored, tmp_path / "s", mesh=mesh, layouts={"layers.*": Layout(["unsharded", "x"], mesh)})
+    layouts = {"layers.*": Layout(["unsharded", "x"], mesh)}
+    # Some of the directories hold other files, too.
+    dtckpt.reshard(stored, tmp_path / "s", mesh=mesh, layouts=layouts, ignore_rest=True)
     restored = dtckpt.restore(tmp_path / "s")
     assert restored.keys() == model().keys()
     assert all(torch.equal(restored[name], tensor) for name, tensor in model().items())
@@ -118,6 +120,62 @@ def test_tied_tensors_of_save_model(tmp_path):
     restored = dtckpt.restore(tmp_path / "m.safetensors")
     assert sorted(restored) == ["in.weight", "out.weight"]
     assert all(torch.equal(tensor, module["in"].weight) for tensor in restored.values())
+
+
+@pytest.mark.parametrize("note", ["author", "best", "best.w", "layers.0.bias"])
+def test_a_text_that_equals_a_name_is_no_tensor(tmp_path, note):
+    tensors = {"layers.0.weight": torch.ones(2), "w": torch.zeros(3)}
+    text = "layers.0.weight" if note == "layers.0.bias" else "w" if note != "best.w" else "layers.0.weight"
+    safetensors.torch.save_file(tensors, tmp_path / "m.safetensors", metadata={note: text, "format": "pt"})
+    assert list(dtckpt.restore(tmp_path / "m.safetensors")) == list(
+        safetensors.torch.load_file(tmp_path / "m.safetensors")
+    )
+    with dtckpt.open_checkpoint(tmp_path / "m.safetensors") as checkpoint:
+        assert checkpoint.unread == (f"m.safetensors: __metadata__/{note}",)
+
+
+def test_the_file_that_transformers_chooses(tmp_path):
+    folder = save_sharded(tmp_path / "m", model())
+    safetensors.torch.save_file({"w": torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with dtckpt.open_checkpoint(folder) as checkpoint:
+        assert list(checkpoint.tensors) == ["w"]
+        assert checkpoint.unread == (
+            *(f"model-{number:05}-of-00003.safetensors" for number in (1, 2, 3)),
+            "model.safetensors.index.json",
+        )
+    # diffusers looks for an index first.
+    for file in folder.iterdir():
+        file.rename(file.with_name(file.name.replace("model.", "diffusion_pytorch_model.")))
+    with dtckpt.open_checkpoint(folder) as checkpoint:
+        assert set(checkpoint.tensors) == set(model())
+        assert checkpoint.unread == ("diffusion_pytorch_model.safetensors",)
+
+
+def test_an_index_with_dotted_paths(tmp_path):
+    folder = save_sharded(tmp_path / "m", model())
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace('"model-', '"./model-'))
+    assert set(dtckpt.restore(folder)) == set(model())
+
+
+def test_one_tensor_of_an_unknown_dtype(tmp_path):
+    entries = {
+        "w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "new": {"dtype": "F6_E2M3", "shape": [8], "data_offsets": [8, 14]},
+    }
+    text = json.dumps(entries).encode()
+    (tmp_path / "m.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(14))
+    with dtckpt.open_checkpoint(tmp_path / "m.safetensors") as checkpoint:
+        assert torch.equal(checkpoint.read("w"), torch.zeros(2))
+        with pytest.raises(errors.CheckpointVersionError, match=r"'new' of m.safetensors has dtype F6_E2M3"):
+            checkpoint.read("new")
+        report = checkpoint.verify()
+        assert (report.is_sound, report.unread) == (True, ("new",))
+    with pytest.raises(errors.CheckpointVersionError, match="'new'"):
+        dtckpt.convert(tmp_path / "m.safetensors", tmp_path / "s")
+    report = dtckpt.convert(tmp_path / "m.safetensors", tmp_path / "s", ignore_rest=True)
+    assert list(report.account.left_keys) == ["new"]
+    assert list(dtckpt.restore(tmp_path / "s")) == ["w"]
 
 
 def test_many_spans_in_several_threads(tmp_path, monkeypatch):
@@ -157,6 +215,12 @@ def test_files_that_are_cut_short_or_missing(tmp_path):
         file.write_bytes(data[:length])
         with pytest.raises(errors.CheckpointCorruptError, match=file.name):
             dtckpt.restore(folder)
+    for more in (b"\0", bytes(100_000)):
+        file.write_bytes(data + more)
+        with pytest.raises(errors.CheckpointCorruptError, match="bytes behind its last tensor"):
+            dtckpt.open_checkpoint(folder)
+        with pytest.raises(safetensors.SafetensorError):
+            safetensors.torch.load_file(file)
     file.unlink()
     with pytest.raises(errors.CheckpointCorruptError, match=f"{file.name} is missing"):
         dtckpt.restore(folder)
@@ -171,8 +235,13 @@ def test_an_index_that_does_not_fit(tmp_path):
     content = json.loads(index.read_text())
     content["weight_map"]["other"] = "model-00001-of-00003.safetensors"
     index.write_text(json.dumps(content))
+    with dtckpt.open_checkpoint(folder) as checkpoint:
+        assert set(checkpoint.tensors) == set(model())
+        assert list(checkpoint.refused) == ["other"]
+        with pytest.raises(errors.CheckpointCorruptError, match="'other' is in model-00001"):
+            checkpoint.read("other")
     with pytest.raises(errors.CheckpointCorruptError, match="'other' is in model-00001"):
-        dtckpt.open_checkpoint(folder)
+        dtckpt.restore(folder)
     index.write_text("{")
     with pytest.raises(errors.CheckpointCorruptError, match="JSON cannot be read"):
         dtckpt.open_checkpoint(folder)
@@ -207,7 +276,7 @@ def test_a_replaced_file_is_noticed(tmp_path):
 def test_more_memory_than_the_file_has_bytes_is_not_taken(tmp_path):
     """Every tensor is an alias of the same bytes."""
     tensor = torch.ones(1 << 16)
-    notes = {f"alias {number}": "w" for number in range(3000)}
+    notes = {"dtckpt.content": "{}", **{f"alias {number}": "w" for number in range(3000)}}
     safetensors.torch.save_file({"w": tensor}, tmp_path / "m.safetensors", metadata=notes)
     with pytest.raises(errors.CheckpointCorruptError, match="would be made of"):
         dtckpt.restore(tmp_path / "m.safetensors")
