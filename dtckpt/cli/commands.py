@@ -111,7 +111,7 @@ Names:
 
 \b
 Examples:
-  dtckpt convert Llama-3-8B/ step_0 --ignore-rest              a model in safetensors files, to train it
+  dtckpt convert Llama-3-8B/ step_0                            a model in safetensors files, to train it
   dtckpt convert step_100 out --to safetensors --select 'model/*' --rename 'model/*=*' --dtype bfloat16
   dtckpt convert step_100 model.safetensors --select 'model/*' --rename 'model/*=*'
   dtckpt convert runs/dcp/step_100 step_100                    a distributed checkpoint of PyTorch, and back:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Collection
 
@@ -18,6 +19,18 @@ MAX_PARTS = 1 << 20
 """Bound on the number of files that a name may tell."""
 SHARD = re.compile(r"shard-(?P<number>[0-9]{1,9})-.*\.safetensors")
 _PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})(?P<suffix>\.safetensors|\.bin)")
+
+
+_DESCRIPTIONS = (
+    *("config.json", "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json"),
+    *("added_tokens.json", "preprocessor_config.json", "processor_config.json", "chat_template*", "model_index.json"),
+    *("README*", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.md", ".gitattributes", ".gitignore", ".git", ".cache"),
+)
+
+
+def is_description(file: str) -> bool:
+    """Whether a file beside a published model describes the model or its tokenizer, by its name: it has no state."""
+    return any(fnmatch.fnmatchcase(file, pattern) for pattern in _DESCRIPTIONS)
 
 
 def validate_alone(file: str) -> None:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.errors import CheckpointError, capped
 from dtckpt.format import tree as trees
+from dtckpt.format.model_parts import is_description
 
 NOT_SELECTED = "not selected"
 
@@ -65,14 +66,15 @@ def validate_all_read(checkpoint: Checkpoint, select: Sequence[str] = ()) -> Non
 
     Raises:
         TreeError: A value is of a class that only code could make; or another error, if something is damaged.
-        CheckpointError: Files or notes would be left.
+        CheckpointError: Files or notes would be left, other than descriptions of a published model.
     """
     for path, refusal in checkpoint.refused.items():
         if not select or any(fnmatch.fnmatchcase(path, pattern) for pattern in select):
             # Anew: an error that is raised twice would hold the traces of both.
             raise type(refusal)(f"{refusal.message}; or pass ignore_rest=True to leave it behind")
-    if checkpoint.unread and not select:
+    left = [name for name in checkpoint.unread if not is_description(name)]
+    if left and not select:
         raise CheckpointError(
             f"{checkpoint.path} holds what dtckpt does not read, so it would be left behind: "
-            f"{capped(checkpoint.unread)}; pass ignore_rest=True to leave it, and copy what you need"
+            f"{capped(left)}; pass ignore_rest=True to leave it, and copy what you need"
         )

@@ -21,6 +21,7 @@ def folder(tmp_path):
     tensors = {"a.w": torch.ones(2), "b.w": torch.zeros(3)}
     safetensors.torch.save_file(tensors, path / "model.safetensors", metadata={"format": "pt", "author": "somebody"})
     (path / "config.json").write_text("{}")
+    (path / "state.bin").write_text("unknown")
     return path
 
 
@@ -29,19 +30,30 @@ def test_what_is_taken_renamed_and_left(folder, tmp_path):
     account = report.account
     assert account.files == ("model.safetensors",)
     assert (account.keys, account.renamed) == (("a.w",), {"a.w": "c/w"})
-    assert account.left_files == ("config.json", "model.safetensors: __metadata__/author")
+    assert account.left_files == ("config.json", "state.bin", "model.safetensors: __metadata__/author")
     assert account.left_keys == {"b.w": "not selected"}
     assert account.left == (*account.left_files, "b.w")
 
 
 def test_nothing_is_left_behind_without_a_word(folder, tmp_path):
-    with pytest.raises(errors.CheckpointError, match=r"left behind: config.json, model.safetensors: __metadata__/auth"):
+    with pytest.raises(errors.CheckpointError, match=r"left behind: state.bin, model.safetensors: __metadata__/author"):
         dtckpt.convert(folder, tmp_path / "new", dry_run=True)
     account = dtckpt.convert(folder, tmp_path / "new", ignore_rest=True, dry_run=True).account
-    assert account.left == ("config.json", "model.safetensors: __metadata__/author")
+    assert account.left == ("config.json", "state.bin", "model.safetensors: __metadata__/author")
     # The file that a user names is the whole source; its notes are a part of it.
     with pytest.raises(errors.CheckpointError, match=r"left behind: model.safetensors: __metadata__/author"):
         dtckpt.convert(folder / "model.safetensors", tmp_path / "new")
+
+
+def test_descriptions_of_a_published_model_are_named_and_left(tmp_path):
+    """A model as Hugging Face publishes it converts without an option."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    safetensors.torch.save_file({"w": torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    names = ["README.md", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+    for name in names:
+        (folder / name).write_text("{}")
+    assert sorted(dtckpt.convert(folder, tmp_path / "new").account.left_files) == names
 
 
 def test_values_of_a_checkpoint_of_ours(tmp_path):
@@ -108,7 +120,7 @@ def run(capsys):
 def test_the_exit_code(run, folder, tmp_path, command):
     code, shown = run(*command, folder, tmp_path / "new")
     assert code == 1
-    assert "left behind: config.json, model.safetensors: __metadata__/author; pass --ignore-rest to leave" in shown.err
+    assert "left behind: state.bin, model.safetensors: __metadata__/author; pass --ignore-rest to leave" in shown.err
     assert not (tmp_path / "new").exists()
     code, shown = run(*command, folder, tmp_path / "new", "--ignore-rest")
     assert code == 0
@@ -116,7 +128,7 @@ def test_the_exit_code(run, folder, tmp_path, command):
     code, shown = run(*command, folder, tmp_path / "json", "--ignore-rest", "--json")
     start = json.loads(shown.out.splitlines()[0])
     assert start["files_taken"] == ["model.safetensors"]
-    assert start["files_left"] == ["config.json", "model.safetensors: __metadata__/author"]
+    assert start["files_left"] == ["config.json", "state.bin", "model.safetensors: __metadata__/author"]
     assert (start["keys_taken"], start["keys_renamed"], start["keys_left"]) == (2, {}, {})
 
 
@@ -144,11 +156,11 @@ def test_what_was_not_read_is_shown(run, folder):
     assert code == 0
     assert "not verified: config.json\n" in shown.out
     _, shown = run("verify", folder, "--json")
-    assert json.loads(shown.out)["unread"] == ["config.json", "model.safetensors: __metadata__/author"]
+    assert json.loads(shown.out)["unread"] == ["config.json", "state.bin", "model.safetensors: __metadata__/author"]
     _, shown = run("inspect", folder)
     assert ["config.json", "dtckpt", "does", "not", "read", "it"] in [line.split() for line in shown.out.splitlines()]
     _, shown = run("inspect", folder, "--json")
-    assert json.loads(shown.out)["unread"] == ["config.json", "model.safetensors: __metadata__/author"]
+    assert json.loads(shown.out)["unread"] == ["config.json", "state.bin", "model.safetensors: __metadata__/author"]
 
 
 # --- the proof afterwards -----------------------------------------------------------------------------------------
