@@ -14,6 +14,7 @@ import click
 
 from dtckpt.errors import ConfigError
 from dtckpt_server.logs import FORMATTERS, start_logging
+from dtckpt_server.quotas import DEFAULTS, Quotas
 from dtckpt_server.server import Server, ServerConfig, address, read_tokens
 from dtckpt_server.service import MAX_CALLS
 from dtckpt_server.tls import TlsFiles
@@ -89,6 +90,7 @@ def main() -> None:
 
 
 _PORT = click.IntRange(0, 65535)
+_COUNT = click.IntRange(min=1)
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -130,7 +132,37 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="How long open barriers may go on after SIGTERM.",
 )
 @click.option(
-    "--max-calls", default=MAX_CALLS, show_default=True, type=click.IntRange(min=1), help="Calls at one time."
+    "--max-calls", default=MAX_CALLS, show_default=True, type=_COUNT, help="Calls at one time, of all owners."
+)
+@click.option(
+    "--max-owner-jobs", default=DEFAULTS.jobs, show_default=True, type=_COUNT, help="Jobs of one owner (of one token)."
+)
+@click.option(
+    "--max-owner-barriers",
+    default=DEFAULTS.barriers,
+    show_default=True,
+    type=_COUNT,
+    help="Open barriers of one owner.",
+)
+@click.option(
+    "--max-owner-mib",
+    default=DEFAULTS.nbytes >> 20,
+    show_default=True,
+    type=_COUNT,
+    help="MiB that the jobs of one owner take.",
+)
+@click.option(
+    "--max-owner-streams", default=DEFAULTS.streams, show_default=True, type=_COUNT, help="Open streams of one owner."
+)
+@click.option(
+    "--max-owner-calls", default=DEFAULTS.calls, show_default=True, type=_COUNT, help="Calls of one owner at one time."
+)
+@click.option(
+    "--max-owner-requests-per-s",
+    default=DEFAULTS.requests_per_s,
+    show_default=True,
+    type=_COUNT,
+    help="Calls and messages of one owner in a second.",
 )
 @click.option("--reflection", is_flag=True, help="Describe the services to whoever asks (grpcurl).")
 def serve(
@@ -143,6 +175,12 @@ def serve(
     tokens_file: Path | None,
     health_port: int | None,
     log_format: str,
+    max_owner_jobs: int,
+    max_owner_barriers: int,
+    max_owner_mib: int,
+    max_owner_streams: int,
+    max_owner_calls: int,
+    max_owner_requests_per_s: int,
     **options: object,
 ) -> None:
     """Serve until SIGTERM: with a certificate (--tls-cert, --tls-key), or --insecure."""
@@ -154,6 +192,14 @@ def serve(
             tls=tls,
             tokens=_tokens(tokens_file),
             tokens_file=tokens_file,
+            quotas=Quotas(
+                max_owner_jobs,
+                max_owner_barriers,
+                max_owner_mib << 20,
+                max_owner_streams,
+                max_owner_calls,
+                max_owner_requests_per_s,
+            ),
             health_port=DEFAULT_HEALTH_PORT if tls and health_port is None else health_port,
             **options,  # type: ignore[arg-type]
         )

@@ -15,6 +15,7 @@ from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.errors import ConfigError
 from dtckpt_server.handlers import add_handlers
+from dtckpt_server.quotas import DEFAULTS, Quotas
 from dtckpt_server.rules import MAX_CLIENTS, MAX_PAUSE_S, Rules
 from dtckpt_server.service import MAX_CALLS, CoordinatorService
 from dtckpt_server.status_page import Pages
@@ -64,6 +65,7 @@ class ServerConfig:
         metrics_port: Port for metrics and the status page, over HTTP; None: none.
         drain_timeout_s: How long open barriers may go on after the order to stop.
         max_calls: Calls under way at one time; more are refused with UNAVAILABLE, which clients repeat.
+        quotas: What one owner may have.
         reflection: Whether to offer gRPC reflection.
     """
 
@@ -77,6 +79,7 @@ class ServerConfig:
     metrics_port: int | None = None
     drain_timeout_s: float = 0.0
     max_calls: int = MAX_CALLS
+    quotas: Quotas = DEFAULTS
     reflection: bool = False
 
 
@@ -88,8 +91,10 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        rules = Rules(config.heartbeat_timeout_s, secrets.randbits(63))
-        self._service = CoordinatorService(rules, tokens=config.tokens, max_calls=config.max_calls)
+        rules = Rules(config.heartbeat_timeout_s, secrets.randbits(63), config.quotas)
+        self._service = CoordinatorService(
+            rules, tokens=config.tokens, max_calls=config.max_calls, quotas=config.quotas
+        )
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=options())
         self._health_server: grpc.aio.Server | None = None
@@ -158,7 +163,7 @@ class Server:
         while True:
             await asyncio.sleep(RELOAD_S)
             try:
-                self._service.tokens = read_tokens(path)
+                self._service.use_tokens(read_tokens(path))
             except ConfigError as error:
                 logger.error("keeping the tokens that are in use: %s", error)
 
