@@ -273,7 +273,9 @@ def test_what_does_not_fit_is_refused():
     named = tuple(range(10_000))
     for number in range(6):
         world.arrive(str(number), participants=named)
-    with pytest.raises(rules.LimitError, match=r"barrier '7' of job 'hostile' .* has \d+ bytes, .* its quota is 4194304"):
+    with pytest.raises(
+        rules.LimitError, match=r"barrier '7' of job 'hostile' .* has \d+ bytes, .* its quota is 4194304"
+    ):
         world.arrive("7", participants=named)
     for number in range(100):
         world.arrive(f"small {number}", ok=False)

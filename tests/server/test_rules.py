@@ -261,7 +261,9 @@ def test_open_barriers_are_limited(world):
     world.register(0, 1, 2)
     for number in range(10):
         world.arrive(0, name=str(number))
-    with pytest.raises(server_rules.LimitError, match="owner 'job' has 10 open barriers, wants 1 more, and its quota is 10"):
+    with pytest.raises(
+        server_rules.LimitError, match="owner 'job' has 10 open barriers, wants 1 more, and its quota is 10"
+    ):
         world.arrive(0, name="one more")
 
 
