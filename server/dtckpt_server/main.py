@@ -9,16 +9,19 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from dtckpt.errors import ConfigError
+from dtckpt.errors import ConfigError, DependencyError
 from dtckpt_server.logs import FORMATTERS, start_logging
 from dtckpt_server.quotas import DEFAULTS, Quotas
-from dtckpt_server.server import Server, ServerConfig, address, read_tokens
-from dtckpt_server.service import MAX_CALLS
 from dtckpt_server.tls import TlsFiles
-from dtckpt_server.tokens import Tokens
+from dtckpt_server.tokens import Tokens, read_tokens
+from dtckpt_server.turns import MAX_CALLS
+
+if TYPE_CHECKING:
+    from dtckpt_server.server import ServerConfig
 
 logger = logging.getLogger("dtckpt_server")
 
@@ -49,6 +52,8 @@ async def run(config: ServerConfig, port_file: Path | None = None) -> int:
         The exit code, 128 and the signal's number; 70 if it failed to stop in order. It is not 0 because a coordinator
         never completes: a Kubernetes Job would count a drained one as done and start no other.
     """
+    from dtckpt_server.server import Server, address
+
     signals = asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
@@ -187,6 +192,12 @@ def serve(
     start_logging(log_format)
     gc.set_threshold(*COLLECTIONS)
     try:
+        # Before the server is imported: its generated code may be newer than the protobuf that another package wants.
+        from dtckpt._proto import COORDINATOR, require
+
+        require(*COORDINATOR, "grpc_health.v1.health_pb2_grpc")
+        from dtckpt_server.server import ServerConfig
+
         tls = _tls(tls_cert, tls_key, client_ca, insecure=insecure)
         config = ServerConfig(
             tls=tls,
@@ -204,9 +215,9 @@ def serve(
             **options,  # type: ignore[arg-type]
         )
         sys.exit(asyncio.run(run(config, port_file)))
-    except (ConfigError, OSError) as error:
+    except (ConfigError, DependencyError, OSError) as error:
         click.echo(f"dtckpt-coordinator: error: {error}", err=True)
-        sys.exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNAVAILABLE)
+        sys.exit(EXIT_UNAVAILABLE if isinstance(error, OSError) else EXIT_USAGE)
 
 
 def _tls(cert: Path | None, key: Path | None, client_ca: Path | None, *, insecure: bool) -> TlsFiles | None:

@@ -13,14 +13,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
+from dtckpt._proto import require
 from dtckpt.errors import ConfigError
 from dtckpt_server.handlers import add_handlers
 from dtckpt_server.quotas import DEFAULTS, Quotas
 from dtckpt_server.rules import MAX_CLIENTS, MAX_PAUSE_S, Rules
-from dtckpt_server.service import MAX_CALLS, CoordinatorService
+from dtckpt_server.service import CoordinatorService
 from dtckpt_server.status_page import Pages
 from dtckpt_server.tls import TlsFiles, server_credentials
-from dtckpt_server.tokens import Tokens
+from dtckpt_server.tokens import Tokens, read_tokens
+from dtckpt_server.turns import MAX_CALLS
 
 logger = logging.getLogger("dtckpt_server")
 
@@ -110,6 +112,7 @@ class Server:
         Raises:
             OSError: An address cannot be used.
             ConfigError: The TLS files cannot be used.
+            DependencyError: The installed protobuf is too old for reflection.
         """
         config = self._config
         refuse = self._service.refuse
@@ -137,6 +140,7 @@ class Server:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def _reflect(self) -> None:
+        require("grpc_reflection.v1alpha.reflection_pb2")
         from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
         servicer = reflection.aio.ReflectionServicer((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME))
@@ -185,20 +189,6 @@ class Server:
             await asyncio.to_thread(self._pages.close)
         for task in self._running:
             task.cancel()
-
-
-def read_tokens(path: Path) -> Tokens:
-    """Read a file of tokens.
-
-    Raises:
-        ConfigError: It cannot be read, or is no list of tokens.
-    """
-    try:
-        return Tokens.parse(path.read_text())
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"the file of tokens cannot be read: {path}: {type(error).__name__}") from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error.message}") from None
 
 
 def address(host: str, port: int) -> str:

@@ -51,15 +51,13 @@ from dtckpt_server.quotas import DEFAULTS, Quotas, owner_by_name
 from dtckpt_server.rules import Rules
 from dtckpt_server.state import Barrier, Effects, Transition
 from dtckpt_server.tokens import ANY_JOB, Tokens
-from dtckpt_server.turns import NOBODY, Turns
+from dtckpt_server.turns import MAX_CALLS, NOBODY, Turns
 
 logger = logging.getLogger("dtckpt_server")
 Response = TypeVar("Response")
 Handler = Callable[..., Awaitable[Response]]
 
 MAX_WAIT_S = 30.0
-MAX_CALLS = 60_000
-"""Calls under way at one time, unless the server is told otherwise; a waiter at a barrier is one."""
 ROUTINE = frozenset((grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE))
 """Refusals that clients handle by themselves; they are not logged."""
 MAX_TOLD_PARTICIPANTS = 1024

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Mapping
+from pathlib import Path
 
 from dtckpt.coordination import barrier_texts
 from dtckpt.errors import ConfigError, CoordinatorPermissionError
@@ -113,6 +114,20 @@ class Tokens:
         # No need for constant time: how digests begin says nothing about tokens.
         if digest not in self._known:
             raise UnauthenticatedError("the coordinator does not know this token")
+
+
+def read_tokens(path: Path) -> Tokens:
+    """Read a file of tokens.
+
+    Raises:
+        ConfigError: It cannot be read, or is no list of tokens.
+    """
+    try:
+        return Tokens.parse(path.read_text())
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"the file of tokens cannot be read: {path}: {type(error).__name__}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
 
 
 def _digest(token: str) -> bytes:

@@ -15,6 +15,8 @@ from typing import Any
 
 from dtckpt_server.quotas import BusyError, Quotas, Rates, Shares
 
+MAX_CALLS = 60_000
+"""Calls under way at one time, unless the server is told otherwise; a waiter at a barrier is one."""
 CALLS_AT_ONCE = 16
 """How many calls are answered before the event loop looks for new ones."""
 PERIOD_S = 0.005

@@ -253,7 +253,7 @@ def hostile(draw, world, seen):
 def history(seed):
     """Run one history of the victim in two worlds, in one of which there is a neighbour; return both's answers."""
     draw, calls = random.Random(seed), {}
-    alone, beside = Victim(World()), Victim(World(jobs=20, barriers=500, nbytes=3 * MIB))
+    alone, beside = Victim(World()), Victim(World(jobs=1000, barriers=10_000, nbytes=64 * MIB))
     refused = False
     for _ in range(60):
         if draw.random() < 0.6:
@@ -273,8 +273,9 @@ def history(seed):
 
 
 def test_no_history_of_one_owner_changes_the_answers_of_another(monkeypatch):
-    """The victim stays within its share; the neighbour takes all that it gets."""
-    monkeypatch.setattr(memory, "ALL_BYTES", 4 * MIB)
+    """The victim stays within its share; the neighbour, which has no quota, takes all that it gets."""
+    for limit, value in (("ALL_BYTES", 4 * MIB), ("MAX_JOBS", 40), ("MAX_BARRIERS", 1000)):
+        monkeypatch.setattr(memory, limit, value)
     num_full = 0
     for seed in range(amount(60, 3000)):
         alone, beside, is_full = history(seed)
