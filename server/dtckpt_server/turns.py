@@ -1,14 +1,15 @@
 """Turns: whose call is next, when more come than the coordinator can answer, and how many an owner has under way.
 
 gRPC hands calls over in the order in which they come, so the calls of one owner would delay those of all others. Here
-each owner has a queue of its own, and the queues take turns. While calls still come in, they are let in rather than
-answered: a call that waits inside is in the queue of its owner, one that waits outside is before everyone.
+each owner has a queue of its own, and the next call is of the owner that has taken least time so far. While calls still
+come in, they are let in rather than answered: a call that waits inside is in the queue of its owner, one that waits
+outside is before everyone.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,10 +18,12 @@ from dtckpt_server.quotas import BusyError, Quotas, Rates, Shares
 
 MAX_CALLS = 60_000
 """Calls under way at one time, unless the server is told otherwise; a waiter at a barrier is one."""
-CALLS_AT_ONCE = 16
-"""How many calls are answered before the event loop looks for new ones."""
 PERIOD_S = 0.005
-"""While calls come in, so much time passes between two rounds of answers."""
+"""For so long calls are let in, as long as more come, and then for as long others are answered."""
+STEPS_TO_COME = 8
+"""In so many steps of the event loop the next call comes, if gRPC has one."""
+IDLE_S = 0.001
+"""After so much time without a call the next one is answered at once."""
 MAX_LATE_S = 1.0
 """How long a request of an owner that makes too many is held back before it is refused."""
 NOBODY = ""
@@ -44,10 +47,12 @@ class Turns:
         self._rates = Rates(quotas.requests_per_s)
         self._max_rate = quotas.requests_per_s
         self._clock = clock
-        self._queues: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._queues: dict[str, deque[asyncio.Future[None]]] = {}
+        self._took_s: dict[str, float] = {}  # of each owner whose calls wait; who comes has taken as much as the least
+        self._least_s = 0.0
         self._answering: asyncio.Task[None] | None = None
         self._num_come = 0
-        self._period_began, self._num_in_period = 0.0, 0
+        self._busy_at = -IDLE_S
 
     def reserve_for(self, num_owners: int) -> None:
         """Reserve shares for so many owners."""
@@ -82,14 +87,15 @@ class Turns:
         """
         await self._hold_back(owner)
         self._num_come += 1
-        now = self._clock()
-        if now - self._period_began >= PERIOD_S:
-            self._period_began, self._num_in_period = now, 0
-        self._num_in_period += 1
-        if not self._queues and self._num_in_period <= CALLS_AT_ONCE:
+        if not self._queues and self._clock() - self._busy_at > IDLE_S:
+            self._busy_at = self._clock()
+            asyncio.get_running_loop().call_soon(self._note_end)
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queues.setdefault(owner, deque()).append(turn)
+        if owner not in self._queues:
+            self._queues[owner] = deque()
+            self._took_s[owner] = max(self._took_s.get(owner, 0.0), self._least_s)
+        self._queues[owner].append(turn)
         if self._answering is None or self._answering.done():
             self._answering = asyncio.ensure_future(self._answer())
         await turn
@@ -105,21 +111,31 @@ class Turns:
                 )
 
     async def _answer(self) -> None:
-        """Let calls go on, those of one owner after those of another, until none waits."""
+        """Let calls go on, each time one of the owner that has taken least time, until none waits."""
         while self._queues:
             begin, num_come = self._clock(), -1
             while num_come != self._num_come and self._clock() - begin < PERIOD_S:
                 num_come = self._num_come
-                await asyncio.sleep(0)
-            for _ in range(CALLS_AT_ONCE):
-                if not self._queues:
-                    break
-                owner, queue = next(iter(self._queues.items()))
-                self._queues.move_to_end(owner)
-                if not (turn := queue.popleft()).done():  # else its call is over
-                    turn.set_result(None)
-                if not queue:
+                for _ in range(STEPS_TO_COME):
+                    await asyncio.sleep(0)
+            begin = self._clock()
+            while self._queues and self._clock() - begin < PERIOD_S:
+                owner = min(self._queues, key=self._took_s.__getitem__)
+                self._least_s = self._took_s[owner]
+                turn = self._queues[owner].popleft()
+                if not self._queues[owner]:
                     del self._queues[owner]
+                if not turn.done():  # else its call is over
+                    since = self._clock()
+                    turn.set_result(None)
+                    await asyncio.sleep(0)  # the call goes on
+                    self._took_s[owner] += self._clock() - since
+        self._took_s.clear()
+        self._least_s = 0.0
+        self._note_end()
+
+    def _note_end(self) -> None:
+        self._busy_at = self._clock()
 
 
 @contextmanager
