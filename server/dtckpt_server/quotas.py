@@ -102,6 +102,10 @@ class Shares:
         """Return how much an owner has."""
         return self._of.get(owner, 0)
 
+    def only(self, owner: str) -> bool:
+        """Whether no other owner has any."""
+        return len(self._of) == (owner in self._of)
+
     def note(self, owner: str, change: int) -> None:
         """Count more of an owner, or less."""
         before = self.of(owner)

@@ -52,7 +52,7 @@ class Turns:
         self._least_s = 0.0
         self._answering: asyncio.Task[None] | None = None
         self._num_come = 0
-        self._busy_at = -IDLE_S
+        self._busy_at, self._let_in_at = -IDLE_S, -PERIOD_S
 
     def reserve_for(self, num_owners: int) -> None:
         """Reserve shares for so many owners."""
@@ -87,6 +87,8 @@ class Turns:
         """
         await self._hold_back(owner)
         self._num_come += 1
+        if not self._queues and self._calls.only(owner) and self._streams.only(owner):
+            return  # there is nobody whom its calls could delay
         if not self._queues and self._clock() - self._busy_at > IDLE_S:
             self._busy_at = self._clock()
             asyncio.get_running_loop().call_soon(self._note_end)
@@ -113,11 +115,8 @@ class Turns:
     async def _answer(self) -> None:
         """Let calls go on, each time one of the owner that has taken least time, until none waits."""
         while self._queues:
-            begin, num_come = self._clock(), -1
-            while num_come != self._num_come and self._clock() - begin < PERIOD_S:
-                num_come = self._num_come
-                for _ in range(STEPS_TO_COME):
-                    await asyncio.sleep(0)
+            if self._clock() - self._let_in_at >= PERIOD_S:
+                await self._let_in()
             begin = self._clock()
             while self._queues and self._clock() - begin < PERIOD_S:
                 owner = min(self._queues, key=self._took_s.__getitem__)
@@ -133,6 +132,15 @@ class Turns:
         self._took_s.clear()
         self._least_s = 0.0
         self._note_end()
+
+    async def _let_in(self) -> None:
+        """Wait while more calls come."""
+        begin, num_come = self._clock(), -1
+        while num_come != self._num_come and self._clock() - begin < PERIOD_S:
+            num_come = self._num_come
+            for _ in range(STEPS_TO_COME):
+                await asyncio.sleep(0)
+        self._let_in_at = self._clock()
 
     def _note_end(self) -> None:
         self._busy_at = self._clock()

@@ -296,9 +296,10 @@ def test_calls_of_owners_take_turns():
             await queue.take(owner)
             order.append(owner)
 
-        evil = [asyncio.ensure_future(call("evil")) for _ in range(1000)]
-        await asyncio.sleep(0)
-        await asyncio.gather(*(call("good") for _ in range(5)), *evil)
+        with queue.stream("good"):
+            evil = [asyncio.ensure_future(call("evil")) for _ in range(1000)]
+            await asyncio.sleep(0)
+            await asyncio.gather(*(call("good") for _ in range(5)), *evil)
         return order
 
     order = asyncio.run(work())
@@ -310,12 +311,13 @@ def test_calls_of_owners_take_turns():
 def test_calls_that_end_while_they_wait_are_passed_over():
     async def work():
         queue = Turns(Quotas(), 60_000, time.monotonic)
-        waiting = [asyncio.ensure_future(queue.take("evil")) for _ in range(100)]
-        await asyncio.sleep(0)
-        for call in waiting[50:]:
-            call.cancel()
-        await asyncio.wait_for(asyncio.gather(*waiting[:50]), 10)
-        await asyncio.wait_for(queue.take("good"), 10)
+        with queue.stream("good"):
+            waiting = [asyncio.ensure_future(queue.take("evil")) for _ in range(100)]
+            await asyncio.sleep(0)
+            for call in waiting[50:]:
+                call.cancel()
+            await asyncio.wait_for(asyncio.gather(*waiting[:50]), 10)
+            await asyncio.wait_for(queue.take("good"), 10)
         return len(queue._queues)
 
     assert asyncio.run(work()) == 0
