@@ -52,7 +52,7 @@ class Turns:
         self._least_s = 0.0
         self._answering: asyncio.Task[None] | None = None
         self._num_come = 0
-        self._busy_at, self._let_in_at = -IDLE_S, -PERIOD_S
+        self._busy_at = -IDLE_S
 
     def reserve_for(self, num_owners: int) -> None:
         """Reserve shares for so many owners."""
@@ -115,8 +115,7 @@ class Turns:
     async def _answer(self) -> None:
         """Let calls go on, each time one of the owner that has taken least time, until none waits."""
         while self._queues:
-            if self._clock() - self._let_in_at >= PERIOD_S:
-                await self._let_in()
+            await self._let_in()
             begin = self._clock()
             while self._queues and self._clock() - begin < PERIOD_S:
                 owner = min(self._queues, key=self._took_s.__getitem__)
@@ -140,7 +139,6 @@ class Turns:
             num_come = self._num_come
             for _ in range(STEPS_TO_COME):
                 await asyncio.sleep(0)
-        self._let_in_at = self._clock()
 
     def _note_end(self) -> None:
         self._busy_at = self._clock()
