@@ -55,6 +55,10 @@ class ConfigTypeError(ConfigError, TypeError):
     """An environment variable holds values of types that cannot be compared."""
 
 
+class DependencyError(DtckptError, ImportError):
+    """An installed library is too old."""
+
+
 class MeshError(DtckptError, ValueError, RuntimeError):
     """A mesh cannot be built, parsed or used as asked. TensorFlow raises ValueErrors, PyTorch RuntimeErrors."""
 

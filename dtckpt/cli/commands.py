@@ -345,6 +345,9 @@ Examples:
 @debug_option
 def status(**options: Any) -> None:
     """Show jobs, clients and open barriers of a coordinator: who is missing, and what they did last."""
+    from dtckpt._proto import COORDINATOR, require
+
+    require(*COORDINATOR)
     from dtckpt.cli.status import StatusRequest, run_status
 
     run_status(StatusRequest(**options))

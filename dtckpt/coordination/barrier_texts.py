@@ -6,6 +6,7 @@ Pure: no clock, no I/O. Imports nothing that the coordinator's image lacks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -19,11 +20,15 @@ WAS_INTERRUPTED = "was interrupted while it waited"
 """Why a client cancels a barrier after Ctrl-C."""
 BESIDE = "#"
 """Separates the two parts of the name of a job beside another: the other job, and the work that is done beside it."""
+DURABLE = "durable-"
+"""Begins the name of the only such work: a local tier writes to the root. A number in hexadecimal digits follows."""
+_BESIDE_ANOTHER = re.compile(f"(.+){BESIDE}{DURABLE}[0-9a-f]{{1,16}}", re.DOTALL)
 
 
 def main_job(job: str) -> str:
     """Return the job that a job is beside; if it is beside none, the job itself."""
-    return job.rpartition(BESIDE)[0] or job
+    match = _BESIDE_ANOTHER.fullmatch(job)
+    return match[1] if match else job
 
 
 class ReportedProgress(Protocol):

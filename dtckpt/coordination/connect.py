@@ -58,12 +58,16 @@ def connect(
 
     Raises:
         ConfigError: A variable has a value that cannot be used, or the clients have no place to meet.
+        DependencyError: The installed protobuf or gRPC is too old for the coordinator.
         CoordinatorUnavailableError: The store of `torch.distributed` cannot be reached.
     """
     env = os.environ if env is None else env
     member = _member(env)
     timeout_s = Config.from_environ(env).heartbeat_timeout_s if heartbeat_timeout_s is None else heartbeat_timeout_s
     if endpoint := find_coordinator(env, coordinator):
+        from dtckpt._proto import COORDINATOR, require
+
+        require(*COORDINATOR)
         from dtckpt.coordination.grpc_client import GrpcCoordination
         from dtckpt.coordination.grpc_credentials import Access
 

@@ -15,6 +15,7 @@ from dtckpt_server.state import Barrier, Job
 
 PAGE_NBYTES = 512 << 10
 """A page ends with the entry by which it outgrows this; one entry is smaller than as much again."""
+MAX_PAGE_NBYTES = 2 * PAGE_NBYTES
 PAGE_ENTRIES = 1000
 LOOKS_PER_ENTRY = 20
 """Looking up so many participants of a barrier takes as long as describing one task."""

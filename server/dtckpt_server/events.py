@@ -57,12 +57,13 @@ class Register:
 
     Args:
         job_name: Name of the job in full task names; empty: the name that other tasks gave, else ``who.job``.
+        owner: Whose quotas the job counts for; empty: told by its name.
 
     Refused with:
         ConfigError: The numbers make no sense or differ from the job's.
         HeldError: Another incarnation holds the place and may be alive; the client asks again.
         FencedError: Another incarnation holds the place and is alive, or the attempt is over.
-        LimitError: There are too many jobs.
+        LimitError: The owner has too many jobs, or too large ones.
     """
 
     who: Identity
@@ -71,6 +72,7 @@ class Register:
     host: str = ""
     job_name: str = ""
     report: Report = NOWHERE
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Arrive:
         FencedError: The task's place is taken.
         ConfigError: The arrival makes no sense.
         BarrierConflictError: The task is no participant.
-        LimitError: The job has too many open barriers.
+        LimitError: The owner has too many open barriers, or too large ones.
     """
 
     who: Identity

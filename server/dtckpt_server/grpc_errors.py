@@ -17,7 +17,7 @@ from google.rpc.status_pb2 import Status
 
 from dtckpt import errors
 from dtckpt_server import rules
-from dtckpt_server.memory import LimitError
+from dtckpt_server.quotas import LimitError
 from dtckpt_server.tokens import UnauthenticatedError
 
 DOMAIN = "dtckpt"

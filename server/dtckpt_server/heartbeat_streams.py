@@ -31,10 +31,11 @@ SETTLE_S = 1.0
 class Stream:
     """The stream of one client, as its handler has it, with a queue of the messages that are owed to the client."""
 
-    __slots__ = ("_arrivals", "_context", "_lock", "_owed", "_sending", "handler")
+    __slots__ = ("_arrivals", "_context", "_lock", "_owed", "_sending", "handler", "owner")
 
     def __init__(self, context: Any) -> None:
         self.handler = asyncio.current_task()
+        self.owner = ""  # whose quotas it counts for
         self._context = context
         self._owed: deque[pb.HeartbeatStreamResponse] = deque()
         self._lock = asyncio.Lock()  # gRPC takes one message at a time per stream

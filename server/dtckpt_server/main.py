@@ -9,15 +9,19 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from dtckpt.errors import ConfigError
+from dtckpt.errors import ConfigError, DependencyError
 from dtckpt_server.logs import FORMATTERS, start_logging
-from dtckpt_server.server import Server, ServerConfig, address, read_tokens
-from dtckpt_server.service import MAX_CALLS
+from dtckpt_server.quotas import DEFAULTS, Quotas
 from dtckpt_server.tls import TlsFiles
-from dtckpt_server.tokens import Tokens
+from dtckpt_server.tokens import Tokens, read_tokens
+from dtckpt_server.turns import MAX_CALLS
+
+if TYPE_CHECKING:
+    from dtckpt_server.server import ServerConfig
 
 logger = logging.getLogger("dtckpt_server")
 
@@ -48,6 +52,8 @@ async def run(config: ServerConfig, port_file: Path | None = None) -> int:
         The exit code, 128 and the signal's number; 70 if it failed to stop in order. It is not 0 because a coordinator
         never completes: a Kubernetes Job would count a drained one as done and start no other.
     """
+    from dtckpt_server.server import Server, address
+
     signals = asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
@@ -89,6 +95,7 @@ def main() -> None:
 
 
 _PORT = click.IntRange(0, 65535)
+_COUNT = click.IntRange(min=1)
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -130,7 +137,37 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="How long open barriers may go on after SIGTERM.",
 )
 @click.option(
-    "--max-calls", default=MAX_CALLS, show_default=True, type=click.IntRange(min=1), help="Calls at one time."
+    "--max-calls", default=MAX_CALLS, show_default=True, type=_COUNT, help="Calls at one time, of all owners."
+)
+@click.option(
+    "--max-owner-jobs", default=DEFAULTS.jobs, show_default=True, type=_COUNT, help="Jobs of one owner (of one token)."
+)
+@click.option(
+    "--max-owner-barriers",
+    default=DEFAULTS.barriers,
+    show_default=True,
+    type=_COUNT,
+    help="Open barriers of one owner.",
+)
+@click.option(
+    "--max-owner-mib",
+    default=DEFAULTS.nbytes >> 20,
+    show_default=True,
+    type=_COUNT,
+    help="MiB that the jobs of one owner take.",
+)
+@click.option(
+    "--max-owner-streams", default=DEFAULTS.streams, show_default=True, type=_COUNT, help="Open streams of one owner."
+)
+@click.option(
+    "--max-owner-calls", default=DEFAULTS.calls, show_default=True, type=_COUNT, help="Calls of one owner at one time."
+)
+@click.option(
+    "--max-owner-requests-per-s",
+    default=DEFAULTS.requests_per_s,
+    show_default=True,
+    type=_COUNT,
+    help="Calls and messages of one owner in a second.",
 )
 @click.option("--reflection", is_flag=True, help="Describe the services to whoever asks (grpcurl).")
 def serve(
@@ -143,24 +180,44 @@ def serve(
     tokens_file: Path | None,
     health_port: int | None,
     log_format: str,
+    max_owner_jobs: int,
+    max_owner_barriers: int,
+    max_owner_mib: int,
+    max_owner_streams: int,
+    max_owner_calls: int,
+    max_owner_requests_per_s: int,
     **options: object,
 ) -> None:
     """Serve until SIGTERM: with a certificate (--tls-cert, --tls-key), or --insecure."""
     start_logging(log_format)
     gc.set_threshold(*COLLECTIONS)
     try:
+        # Before the server is imported: its generated code may be newer than the protobuf that another package wants.
+        from dtckpt._proto import COORDINATOR, require
+
+        require(*COORDINATOR, "grpc_health.v1.health_pb2_grpc")
+        from dtckpt_server.server import ServerConfig
+
         tls = _tls(tls_cert, tls_key, client_ca, insecure=insecure)
         config = ServerConfig(
             tls=tls,
             tokens=_tokens(tokens_file),
             tokens_file=tokens_file,
+            quotas=Quotas(
+                max_owner_jobs,
+                max_owner_barriers,
+                max_owner_mib << 20,
+                max_owner_streams,
+                max_owner_calls,
+                max_owner_requests_per_s,
+            ),
             health_port=DEFAULT_HEALTH_PORT if tls and health_port is None else health_port,
             **options,  # type: ignore[arg-type]
         )
         sys.exit(asyncio.run(run(config, port_file)))
-    except (ConfigError, OSError) as error:
+    except (ConfigError, DependencyError, OSError) as error:
         click.echo(f"dtckpt-coordinator: error: {error}", err=True)
-        sys.exit(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_UNAVAILABLE)
+        sys.exit(EXIT_UNAVAILABLE if isinstance(error, OSError) else EXIT_USAGE)
 
 
 def _tls(cert: Path | None, key: Path | None, client_ca: Path | None, *, insecure: bool) -> TlsFiles | None:

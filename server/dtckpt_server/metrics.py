@@ -68,6 +68,7 @@ class Metrics:
         self._lost = self._counter("task_lost", "Tasks that were declared lost.", "job", "reason")
         self._fenced = self._counter("fenced_calls", "Calls of processes whose place is taken.")
         self._refused = self._counter("refused_calls", "Calls that ended with an error, by status code.", "code")
+        self._quotas = self._counter("quota_refusals", "Calls that a quota of their owner refused.", "quota")
         self._barriers = self._counter("barriers", "Barriers that were decided.", "job", "kind", "outcome")
         self._duration = self._histogram("barrier_duration", "First arrival to verdict.", BARRIER_SECONDS, "kind")
         self._skew = self._histogram("barrier_skew", "First arrival to last.", BARRIER_SECONDS, "kind")
@@ -76,8 +77,8 @@ class Metrics:
         self._room = MAX_SERIES_NBYTES
         self._rules, self._version, self._clock = rules, version, clock
         self._started_at = time.time()
-        counted = self._lost, self._fenced, self._refused, self._barriers, self._duration, self._skew, self._lag
-        self._counted: tuple[Collector, ...] = counted
+        counters = self._lost, self._fenced, self._refused, self._quotas, self._barriers
+        self._counted: tuple[Collector, ...] = (*counters, self._duration, self._skew, self._lag)
         self.registry.register(_Collected(lambda: _finish(self._look())))
 
     async def snapshot(self) -> Collector:
@@ -127,9 +128,11 @@ class Metrics:
             self._series[job] = counted
         return job
 
-    def note_refusal(self, code: str) -> None:
-        """Count a call that ended with an error."""
+    def note_refusal(self, code: str, quota: str | None = None) -> None:
+        """Count a call that ended with an error, and the quota that refused it."""
         self._refused.labels(code).inc()
+        if quota is not None:
+            self._quotas.labels(quota.replace(" ", "_")).inc()
 
     def note_lag(self, late_s: float) -> None:
         """Count a tick of the event loop that came late by this much."""

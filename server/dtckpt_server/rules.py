@@ -48,16 +48,13 @@ from dtckpt_server.memory import (
     KEPT_VERDICTS_S,
     PARTICIPANT_NBYTES,
     TASK_NBYTES,
-    LimitError,
     Memory,
 )
+from dtckpt_server.quotas import DEFAULTS, LimitError, Quotas, owner_by_name
 from dtckpt_server.state import Barrier, Effects, Job, Key, Transition
 from dtckpt_server.tasks import ALIVE, FENCED, LEFT, LOST, REGISTERED, SUSPECT, Task, Tasks
 
 MAX_CLIENTS = 100_000
-MAX_JOBS = 10_000
-MAX_OPEN_BARRIERS = 1000
-"""Per job."""
 SOME = 8
 """How many tasks an error text names."""
 MAX_NAMED = 10_000
@@ -98,12 +95,13 @@ class Rules:
     Args:
         heartbeat_timeout_s: Silence after which a task is lost.
         incarnation: Random id of this life of the coordinator; makes barrier ids unique over restarts.
+        quotas: What one owner may have.
     """
 
-    def __init__(self, heartbeat_timeout_s: float, incarnation: int) -> None:
+    def __init__(self, heartbeat_timeout_s: float, incarnation: int, quotas: Quotas = DEFAULTS) -> None:
         self.heartbeat_timeout_s = heartbeat_timeout_s
         self.incarnation = incarnation
-        self.memory = Memory()
+        self.memory = Memory(quotas)
         self.jobs = self.memory.jobs
         self._barriers = self.memory.barriers
         self._unjudged: deque[Job] = deque()
@@ -174,9 +172,9 @@ class Rules:
         who, num_clients, attempt = event.who, event.num_clients, event.attempt
         job = self.jobs.get(who.job)
         if job is None:
-            if len(self.jobs) >= MAX_JOBS:
-                raise LimitError(f"no room for job {who.job!r}: the coordinator has {len(self.jobs)} jobs")
-            job = Job(who.job, num_clients, attempt, job_name)
+            job = Job(who.job, num_clients, attempt, job_name, event.owner or owner_by_name(who.job))
+            while (over := self.memory.job_that_is_over(job.owner)) is not None:
+                self._end(over)
             self.memory.add_job(job)
         elif attempt < job.attempt:
             raise errors.FencedError(
@@ -367,10 +365,6 @@ class Rules:
 
     def _open(self, job: Job, arrival: Arrive, key: Key, participants: Sequence[int], now: float) -> Barrier:
         """Open a round. If a round of the name is open with other participants, both fail at once."""
-        if len(job.open) >= MAX_OPEN_BARRIERS:
-            raise LimitError(f"barrier {arrival.name!r}: job {job.name!r} already has {len(job.open)} open barriers")
-        nbytes = BARRIER_NBYTES + PARTICIPANT_NBYTES * len(key[2])
-        self.memory.make_room(job, nbytes)
         self._serial += 1
         deadline, latest = now + arrival.timeout_s, job.latest.get(key)
         barrier = Barrier(
@@ -378,9 +372,8 @@ class Rules:
             latest.generation + 1 if latest else 0, participants,
             arrival.who.task, arrival.position, arrival.topic, now, arrival.timeout_s, deadline, now,
         )  # fmt: skip
-        self.memory.resize_barrier(job, barrier, nbytes)
+        self.memory.add_barrier(job, barrier, BARRIER_NBYTES + PARTICIPANT_NBYTES * len(key[2]))
         before = job.latest_of_name.get(arrival.name)
-        job.open[barrier.barrier_id] = self._barriers[barrier.barrier_id] = barrier
         job.latest[key] = job.latest_of_name[arrival.name] = barrier
         if before is not None and before.is_open and before.participants != participants:
             failure = failures.participants_differ(
@@ -576,9 +569,12 @@ class Rules:
             self._decide(barrier, failure, now)
         is_over = not job.tasks.num_alive and not job.open and not job.verdicts and now - job.heard_at > KEPT_VERDICTS_S
         if is_over:
-            self.memory.remove_job(job)
-            self._log("job_over", f"job {job.name!r} is over", job=job.name)
+            self._end(job)
         return len(late) + len(due) + is_over
+
+    def _end(self, job: Job) -> None:
+        self.memory.remove_job(job)
+        self._log("job_over", f"job {job.name!r} is over", job=job.name)
 
     # --- log lines ------------------------------------------------------------------------------------------------
 

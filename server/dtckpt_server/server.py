@@ -13,13 +13,16 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
+from dtckpt._proto import require
 from dtckpt.errors import ConfigError
 from dtckpt_server.handlers import add_handlers
+from dtckpt_server.quotas import DEFAULTS, Quotas
 from dtckpt_server.rules import MAX_CLIENTS, MAX_PAUSE_S, Rules
-from dtckpt_server.service import MAX_CALLS, CoordinatorService
+from dtckpt_server.service import CoordinatorService
 from dtckpt_server.status_page import Pages
 from dtckpt_server.tls import TlsFiles, server_credentials
-from dtckpt_server.tokens import Tokens
+from dtckpt_server.tokens import Tokens, read_tokens
+from dtckpt_server.turns import MAX_CALLS
 
 logger = logging.getLogger("dtckpt_server")
 
@@ -64,6 +67,7 @@ class ServerConfig:
         metrics_port: Port for metrics and the status page, over HTTP; None: none.
         drain_timeout_s: How long open barriers may go on after the order to stop.
         max_calls: Calls under way at one time; more are refused with UNAVAILABLE, which clients repeat.
+        quotas: What one owner may have.
         reflection: Whether to offer gRPC reflection.
     """
 
@@ -77,6 +81,7 @@ class ServerConfig:
     metrics_port: int | None = None
     drain_timeout_s: float = 0.0
     max_calls: int = MAX_CALLS
+    quotas: Quotas = DEFAULTS
     reflection: bool = False
 
 
@@ -88,8 +93,10 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        rules = Rules(config.heartbeat_timeout_s, secrets.randbits(63))
-        self._service = CoordinatorService(rules, tokens=config.tokens, max_calls=config.max_calls)
+        rules = Rules(config.heartbeat_timeout_s, secrets.randbits(63), config.quotas)
+        self._service = CoordinatorService(
+            rules, tokens=config.tokens, max_calls=config.max_calls, quotas=config.quotas
+        )
         self._health = health.aio.HealthServicer()
         self._server = grpc.aio.server(options=options())
         self._health_server: grpc.aio.Server | None = None
@@ -105,6 +112,7 @@ class Server:
         Raises:
             OSError: An address cannot be used.
             ConfigError: The TLS files cannot be used.
+            DependencyError: The installed protobuf is too old for reflection.
         """
         config = self._config
         refuse = self._service.refuse
@@ -132,6 +140,7 @@ class Server:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
     def _reflect(self) -> None:
+        require("grpc_reflection.v1alpha.reflection_pb2")
         from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
         servicer = reflection.aio.ReflectionServicer((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME))
@@ -158,7 +167,7 @@ class Server:
         while True:
             await asyncio.sleep(RELOAD_S)
             try:
-                self._service.tokens = read_tokens(path)
+                self._service.use_tokens(read_tokens(path))
             except ConfigError as error:
                 logger.error("keeping the tokens that are in use: %s", error)
 
@@ -180,20 +189,6 @@ class Server:
             await asyncio.to_thread(self._pages.close)
         for task in self._running:
             task.cancel()
-
-
-def read_tokens(path: Path) -> Tokens:
-    """Read a file of tokens.
-
-    Raises:
-        ConfigError: It cannot be read, or is no list of tokens.
-    """
-    try:
-        return Tokens.parse(path.read_text())
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"the file of tokens cannot be read: {path}: {type(error).__name__}") from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error.message}") from None
 
 
 def address(host: str, port: int) -> str:

@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from dtckpt import __version__, errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt_server import descriptions, rules
-from dtckpt_server.answers import Answers, barrier_status, failure_message, job_page, jobs_page
+from dtckpt_server.answers import MAX_PAGE_NBYTES, Answers, barrier_status, failure_message, job_page, jobs_page
 from dtckpt_server.chores import Chores
 from dtckpt_server.events import (
     MAX_NAME_BYTES,
@@ -46,17 +46,18 @@ from dtckpt_server.events import (
 from dtckpt_server.grpc_errors import Refusal
 from dtckpt_server.heartbeat_streams import GATHER_S, MAX_UNSENT, Stream, Streams
 from dtckpt_server.metrics import Metrics
+from dtckpt_server.outgoing import Outgoing
+from dtckpt_server.quotas import DEFAULTS, Quotas, owner_by_name
 from dtckpt_server.rules import Rules
 from dtckpt_server.state import Barrier, Effects, Transition
-from dtckpt_server.tokens import Tokens
+from dtckpt_server.tokens import ANY_JOB, Tokens
+from dtckpt_server.turns import MAX_CALLS, NOBODY, Turns
 
 logger = logging.getLogger("dtckpt_server")
 Response = TypeVar("Response")
 Handler = Callable[..., Awaitable[Response]]
 
 MAX_WAIT_S = 30.0
-MAX_CALLS = 30_000
-"""Calls under way at one time, unless the server is told otherwise; a waiter at a barrier is one."""
 ROUTINE = frozenset((grpc.StatusCode.NOT_FOUND, grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE))
 """Refusals that clients handle by themselves; they are not logged."""
 MAX_TOLD_PARTICIPANTS = 1024
@@ -77,8 +78,7 @@ def _answers(handler: Handler[Response]) -> Handler[Response]:
         try:
             if context.time_remaining() is None:
                 raise errors.ConfigError("the call has no deadline; set one, so that nothing can wait for ever")
-            self.authorize(request, context)
-            with self._call_slots:
+            async with self.turn(request, context):
                 return await handler(self, request, context)
         except errors.DtckptError as refused:
             error = refused
@@ -91,28 +91,6 @@ def _answers(handler: Handler[Response]) -> Handler[Response]:
     return answer
 
 
-class Slots:
-    """A bound on the calls or streams that are under way at one time.
-
-    Entering raises CoordinatorUnavailableError when all slots are taken.
-    """
-
-    def __init__(self, kind: str, limit: int) -> None:
-        self._kind = kind
-        self._limit = limit
-        self._num_taken = 0
-
-    def __enter__(self) -> None:
-        if self._num_taken >= self._limit:
-            raise errors.CoordinatorUnavailableError(
-                f"the coordinator has {self._limit} {self._kind} to answer; repeat"
-            )
-        self._num_taken += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._num_taken -= 1
-
-
 class CoordinatorService(pb_grpc.CoordinatorServicer):
     """Serves one `Rules`. All methods run on one event loop.
 
@@ -120,6 +98,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         tokens: The tokens of each job; None: no call needs one. May be replaced at any time.
         max_calls: Calls under way at one time, and as many heartbeat streams; more are refused with UNAVAILABLE, which
             clients repeat.
+        quotas: What one owner may have, where the rules do not know.
     """
 
     def __init__(
@@ -129,13 +108,14 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         *,
         tokens: Tokens | None = None,
         max_calls: int = MAX_CALLS,
+        quotas: Quotas = DEFAULTS,
     ) -> None:
         self.rules = state
         self.metrics = Metrics(lambda: self.rules, __version__, clock)
-        self.tokens = tokens
         self.clock = clock
-        self._call_slots = Slots("calls", max_calls)
-        self._stream_slots = Slots("heartbeat streams", max_calls)  # these stay, and must leave room for the others
+        self._turns = Turns(quotas, max_calls, clock)
+        self.use_tokens(tokens)
+        self._outgoing = Outgoing()
         self._answers = Answers()
         self._chores = Chores()
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
@@ -238,16 +218,47 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
 
     # --- for every call -----------------------------------------------------------------------------------------
 
-    def authorize(self, request: Any, context: Any) -> None:
-        """Check the call's token against the job that the call is about.
+    def use_tokens(self, tokens: Tokens | None) -> None:
+        """Use other tokens from now on."""
+        self.tokens = tokens
+        num_owners = tokens.num_owners if tokens else 0
+        self.rules.memory.reserve_for(num_owners)
+        self._turns.reserve_for(num_owners)
+
+    def authorize(self, request: Any, context: Any) -> str:
+        """Check the call's token against the job that the call is about, and return whose quotas it counts for.
 
         Raises:
             CoordinatorPermissionError: The token does not fit.
         """
-        if self.tokens is not None and not isinstance(request, pb.ListJobsRequest):
-            only_looks = isinstance(request, pb.GetJobRequest | pb.GetBarrierRequest)
-            job = request.job if only_looks else request.task.job
+        if isinstance(request, pb.ListJobsRequest):
+            return self._opener(context)
+        only_looks = isinstance(request, pb.GetJobRequest | pb.GetBarrierRequest)
+        job = request.job if only_looks else request.task.job
+        if self.tokens is not None:
             self.tokens.authorize(_authorization(context), job, only_looks=only_looks)
+        return self._owner(job)
+
+    def _owner(self, job: str) -> str:
+        return owner_by_name(job) if self.tokens is None else self.tokens.owner(job)
+
+    def _opener(self, context: Any) -> str:
+        """Return whose quotas a call counts for of which only the metadata is known."""
+        return NOBODY if self.tokens is None else min(self.tokens.visible(_authorization(context)))
+
+    @asynccontextmanager
+    async def turn(self, request: Any, context: Any) -> AsyncIterator[None]:
+        """Authorize a call, count it while it is under way, and wait for its turn."""
+        refusal, owner = None, NOBODY
+        try:
+            owner = self.authorize(request, context)
+        except errors.DtckptError as error:
+            refusal = error  # also a refusal waits for its turn
+        with self._turns.call(owner):
+            await self._turns.take(owner)
+            if refusal is not None:
+                raise refusal
+            yield
 
     async def refuse(self, method: str, error: BaseException, context: Any) -> None:
         """End a call with an error, and raise out of the handler."""
@@ -258,7 +269,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         """Translate an error; count it and log it."""
         refusal = Refusal.of(error)
         code = refusal.code
-        self.metrics.note_refusal(code.name)
+        self.metrics.note_refusal(code.name, getattr(error, "quota", None))
         # A client that floods the coordinator must not flood the log, too.
         if code not in ROUTINE and self.clock() - self._logged_at.get(code, -math.inf) >= REFUSAL_LOG_S:
             self._logged_at[code] = self.clock()
@@ -281,6 +292,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
                 request.host[:MAX_HOST_CHARS],
                 request.job_name,
                 _report(request.report),
+                self._owner(who.job),
             )
         )
         return pb.RegisterResponse(
@@ -300,15 +312,18 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     ) -> None:
         stream, who = Stream(context), None
         try:
-            with self._stream_slots:
+            with ExitStack() as counted:
+                counted.enter_context(self._turns.stream(self._opener(context)))
                 # While the first message is on its way with them, gRPC takes no status: the client would hang.
                 await context.send_initial_metadata(())
                 async for request in request_iterator:
-                    self.authorize(request, context)
-                    speaker = _identity(request.task)
-                    has_arrival = request.HasField("arrival")
-                    if who not in (None, speaker) or (has_arrival and request.arrival.task != request.task):
-                        raise errors.ConfigError("a heartbeat stream is for one task; open another for another task")
+                    owner = self.authorize(request, context)
+                    speaker, has_arrival = _speaker(request, who), request.HasField("arrival")
+                    if who is None:
+                        counted.close()
+                        counted.enter_context(self._turns.stream(owner))
+                        stream.owner = owner
+                    await self._turns.take(owner)
                     if who is None or not has_arrival:  # an arrival is a sign of life, too
                         self._apply(Heartbeat(speaker, _progress(request.progress), _report(request.report)))
                     if who is None:
@@ -338,7 +353,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     async def _answer_arrival(self, request: pb.HeartbeatStreamRequest, stream: Stream, context: Any) -> None:
         arrived, refusal = b"", None
         try:
-            with self._call_slots:
+            with self._turns.call(stream.owner):
                 barrier = await self._arrive(request.arrival)
                 if stream.is_loaded:
                     raise _crowded()
@@ -347,8 +362,9 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             if not isinstance(error, errors.DtckptError):
                 logger.exception("an arrival failed")
             refusal = self._refusal("HeartbeatStream", error, context).status()
-        stream.owe(self._stream_response(request.sequence, arrived=arrived, refusal=refusal))
-        await stream.send_owed_if_open()
+        async with self._outgoing.room(stream.owner, len(arrived)):
+            stream.owe(self._stream_response(request.sequence, arrived=arrived, refusal=refusal))
+            await stream.send_owed_if_open()
 
     def _stream_response(
         self, sequence: int, *, arrived: bytes = b"", refusal: Status | None = None
@@ -371,6 +387,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     @_answers
     async def Arrive(self, request: pb.ArriveRequest, context: Any) -> pb.ArriveResponse:
         barrier = await self._arrive(request)
+        await self._make_room(request.task.job, barrier.payload_nbytes if request.collect else 0, context)
         return self._answers.of(barrier, self.rules.incarnation, collect=request.collect)
 
     async def _arrive(self, request: pb.ArriveRequest) -> Barrier:
@@ -410,6 +427,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     async def Await(self, request: pb.AwaitRequest, context: Any) -> pb.AwaitResponse:
         barrier = self.rules.barrier(request.task.job, request.barrier_id)
         await self._decision(barrier, request.max_wait_s)
+        await self._make_room(request.task.job, barrier.payload_nbytes if request.collect else 0, context)
         return pb.AwaitResponse(
             coordinator_incarnation=self.rules.incarnation,
             verdict=self._answers.of(barrier, self.rules.incarnation, collect=request.collect).verdict,
@@ -434,6 +452,11 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         if barrier.is_open:
             self._refuse_if(self._is_stopping)
 
+    async def _make_room(self, job: str, nbytes: int, context: Any) -> None:
+        """Wait until a large answer may be made; clients of the job's owner may have many to read."""
+        if nbytes:
+            await self._outgoing.begin_call(self._owner(job), nbytes, context)
+
     @_answers
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
         self._apply(Cancel(_identity(request.task), request.barrier_id, request.reason))
@@ -446,6 +469,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         job = self.rules.jobs.get(request.job)
         if job is None:
             raise rules.UnknownError(f"no job {request.job!r} has registered")
+        await self._make_room(request.job, MAX_PAGE_NBYTES, context)
         answer = job_page(job, request.page_token, self.clock())
         answer.coordinator_incarnation = self.rules.incarnation
         return answer
@@ -453,13 +477,15 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     @_answers
     async def GetBarrier(self, request: pb.GetBarrierRequest, context: Any) -> pb.GetBarrierResponse:
         barrier = self.rules.barrier(request.job, request.barrier_id)
+        await self._make_room(request.job, MAX_PAGE_NBYTES, context)
         status = barrier_status(barrier, self.clock(), rules.MAX_CLIENTS)
         return pb.GetBarrierResponse(coordinator_incarnation=self.rules.incarnation, barrier=status)
 
     @_answers
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
-        visible = None if self.tokens is None else self.tokens.visible(_authorization(context))
-        jobs = (job for job in self.rules.jobs.values() if visible is None or job.name in visible)
+        visible = {ANY_JOB} if self.tokens is None else self.tokens.visible(_authorization(context))
+        jobs = (job for job in self.rules.jobs.values() if ANY_JOB in visible or job.name in visible)
+        await self._outgoing.begin_call(self._opener(context), MAX_PAGE_NBYTES, context)
         answer = jobs_page(jobs, request.page_token)
         answer.coordinator_incarnation = self.rules.incarnation
         return answer
@@ -505,6 +531,14 @@ def _identity(task: pb.TaskIdentity) -> Identity:
 
 def _progress(progress: pb.Progress) -> Progress:
     return Progress(progress.phase[:MAX_PHASE_CHARS], progress.step, progress.bytes_done, progress.bytes_total)
+
+
+def _speaker(request: pb.HeartbeatStreamRequest, who: Identity | None) -> Identity:
+    """Return the task that a message on a stream is of; it must be the one of the earlier messages, if any."""
+    speaker = _identity(request.task)
+    if who not in (None, speaker) or (request.HasField("arrival") and request.arrival.task != request.task):
+        raise errors.ConfigError("a heartbeat stream is for one task; open another for another task")
+    return speaker
 
 
 def _report(report: pb.Report) -> Report:

@@ -95,12 +95,14 @@ class Job:
 
     Args:
         job_name: Name of the job in full task names, if one of the tasks gave it.
+        owner: Whose quotas it counts for.
     """
 
     name: str
     num_clients: int
     attempt: int
     job_name: str
+    owner: str
     tasks: Tasks = field(default_factory=Tasks)
     open: dict[str, Barrier] = field(default_factory=dict)  # by barrier_id
     latest: dict[Key, Barrier] = field(default_factory=dict)

@@ -1,7 +1,8 @@
 """Authorization: which token may use which job.
 
 A list of tokens is text: one ``JOB TOKEN`` per line, the token without blanks; a job may have several, so that tokens
-can be replaced while jobs run. Tokens of the job ``*`` are for operators of the coordinator: they may read all jobs and
+can be replaced while jobs run. A token also opens the job ``JOB#durable-NUMBER``, in which a local tier writes, and no
+other name. Tokens of the job ``*`` are for operators of the coordinator: they may read all jobs and
 change none. Empty lines and lines that begin with ``#`` are skipped.
 
 Only digests are kept, so that no token can turn up in a log, a traceback or a dump.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Mapping
+from pathlib import Path
 
 from dtckpt.coordination import barrier_texts
 from dtckpt.errors import ConfigError, CoordinatorPermissionError
@@ -58,8 +60,16 @@ class Tokens:
             raise ConfigError("the list of tokens is empty, so that no call could succeed; expected JOB TOKEN lines")
         return cls(digests)
 
-    def authorize(self, header: str, job: str, *, only_looks: bool) -> None:
-        """Check the token of a call.
+    @property
+    def num_owners(self) -> int:
+        return len(self._digests)
+
+    def owner(self, job: str) -> str:
+        """Return the job whose tokens open a job: itself, or the one that it is beside."""
+        return job if job in self._digests else barrier_texts.main_job(job)
+
+    def authorize(self, header: str, job: str, *, only_looks: bool) -> str:
+        """Check the token of a call, and return the owner of its job.
 
         Args:
             header: Value of the call's ``authorization`` metadata, "" if it has none.
@@ -71,24 +81,27 @@ class Tokens:
             CoordinatorPermissionError: The token is another job's, or may only read.
         """
         digest = _digest(self._token(header))
-        owner = job if job in self._digests else barrier_texts.main_job(job)
+        owner = self.owner(job)
         owners = (owner, ANY_JOB) if only_looks else (owner,)
         matches = [hmac.compare_digest(digest, each) for owner in owners for each in self._digests.get(owner, ())]
         # A job that is called "*" would otherwise be the operator's to change.
         if not any(matches) or (job == ANY_JOB and not only_looks):
             self._refuse_unknown(digest)
-            raise CoordinatorPermissionError(f"the token is not for job {job!r}")
+            raise CoordinatorPermissionError(
+                f"the token is not for job {job!r}; it opens its own job, and that job with "
+                f"{barrier_texts.BESIDE}{barrier_texts.DURABLE} and a hexadecimal number behind it"
+            )
+        return owner
 
-    def visible(self, header: str) -> frozenset[str] | None:
-        """Return the jobs that a token may read; None for all.
+    def visible(self, header: str) -> frozenset[str]:
+        """Return the jobs that a token is for; `ANY_JOB` is among them if it may read all.
 
         Raises:
             UnauthenticatedError: There is no token, or it is no job's.
         """
         digest = _digest(self._token(header))
         self._refuse_unknown(digest)
-        jobs = frozenset(job for job, digests in self._digests.items() if digest in digests)
-        return None if ANY_JOB in jobs else jobs
+        return frozenset(job for job, digests in self._digests.items() if digest in digests)
 
     def _token(self, header: str) -> str:
         if not header.startswith(_SCHEME):
@@ -101,6 +114,20 @@ class Tokens:
         # No need for constant time: how digests begin says nothing about tokens.
         if digest not in self._known:
             raise UnauthenticatedError("the coordinator does not know this token")
+
+
+def read_tokens(path: Path) -> Tokens:
+    """Read a file of tokens.
+
+    Raises:
+        ConfigError: It cannot be read, or is no list of tokens.
+    """
+    try:
+        return Tokens.parse(path.read_text())
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"the file of tokens cannot be read: {path}: {type(error).__name__}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
 
 
 def _digest(token: str) -> bytes:

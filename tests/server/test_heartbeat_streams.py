@@ -177,10 +177,11 @@ def test_arrival_whose_stream_breaks_is_repeated_by_a_call(clients):
 
 def test_arrival_that_has_no_room_is_repeated_by_a_call(server, clients, monkeypatch):
     arrival = pb.ArriveRequest(task=clients[0]._identity, name="b", call=1, timeout_s=20, vote=pb.Vote(ok=True))
-    monkeypatch.setattr(server._service._call_slots, "_num_taken", server._service._call_slots._limit)
+    quota = server._service._turns._calls._quota
+    monkeypatch.setattr(server._service._turns._calls, "_quota", 0)
     assert clients[0]._arrive_on_stream(arrival, 20.0) is None
     waiting = Running(clients[:1], at("b"))
-    monkeypatch.setattr(server._service._call_slots, "_num_taken", 0)
+    monkeypatch.setattr(server._service._turns._calls, "_quota", quota)
     passed = together(clients[1:], at("b")) | waiting.results()
     assert not any(result.error for result in passed.values())
 
@@ -318,7 +319,7 @@ def test_one_client_cannot_take_all_room(server):
         assert next(answers).sequence == 1
         refused = [next(answers) for _ in range(2 * MAX_UNSENT)]
         assert {answer.refusal.code for answer in refused} == {grpc.StatusCode.UNAVAILABLE.value[0]}
-        assert server._service._call_slots._num_taken == MAX_UNSENT
+        assert server._service._turns._calls.taken == MAX_UNSENT
         stub.Register(pb.RegisterRequest(task=identity(1, 2), num_clients=2), timeout=5)
         stub.Arrive(arrivals_of(1, 1)[0].arrival, timeout=5)
         told = [pb.ArriveResponse.FromString(next(answers).arrived) for _ in range(MAX_UNSENT)]
@@ -343,12 +344,12 @@ def test_stream_that_ends_leaves_no_arrival_behind(server, how):
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         stub = pb_grpc.CoordinatorStub(channel)
         answers = raw_stream(stub, 0, arrivals())
-        wait_until(lambda: service._call_slots._num_taken == 3)
+        wait_until(lambda: service._turns._calls.taken == 3)
         assert len(tasks_of_streams(server)) >= 3
         if how == "cancelled":
             answers.cancel()
         over.set()
-        wait_until(lambda: not service._call_slots._num_taken and not service._stream_slots._num_taken)
+        wait_until(lambda: not service._turns._calls.taken and not service._turns._streams.taken)
         wait_until(lambda: not tasks_of_streams(server))
         assert not any(service._waiters.values())
         barrier = stub.GetJob(pb.GetJobRequest(job="job"), timeout=5).open_barriers[0]

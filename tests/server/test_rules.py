@@ -7,6 +7,7 @@ import pytest
 from dtckpt_server import memory
 from dtckpt_server import rules as server_rules
 from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Leave, Progress, Register, Tick
+from dtckpt_server.quotas import Quotas
 from dtckpt_server.rules import Rules, UnknownError, apply
 from dtckpt_server.tasks import KEPT_CALLS
 
@@ -255,11 +256,14 @@ def test_verdicts_payloads_and_jobs_do_not_pile_up(world, monkeypatch):
     assert world.rules.memory.nbytes == 0
 
 
-def test_open_barriers_are_limited(world, monkeypatch):
-    monkeypatch.setattr(server_rules, "MAX_OPEN_BARRIERS", 10)
+def test_open_barriers_are_limited(world):
+    world.rules = Rules(TIMEOUT_S, 0xC0, Quotas(barriers=10))
+    world.register(0, 1, 2)
     for number in range(10):
         world.arrive(0, name=str(number))
-    with pytest.raises(server_rules.LimitError, match="already has 10 open barriers"):
+    with pytest.raises(
+        server_rules.LimitError, match="owner 'job' has 10 open barriers, wants 1 more, and its quota is 10"
+    ):
         world.arrive(0, name="one more")
 
 

@@ -383,7 +383,7 @@ def test_calls_are_limited():
             with pytest.raises(grpc.RpcError) as caught:
                 list(iter(lambda: stub.ListJobs(pb.ListJobsRequest(), timeout=10), None))
             assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
-            assert "has 1 calls to answer" in caught.value.details()
+            assert "no room for a call at the coordinator" in caught.value.details()
         assert isinstance(waiting.results()[0].error, errors.BarrierTimeoutError)
         leave_all(clients)
 

@@ -30,6 +30,7 @@ from dtckpt.checkpoint.tiers.holdings import HeldSave
 from dtckpt.checkpoint.tiers.records import HostInfo
 from dtckpt.checkpoint.tiers.tier_files import TierCheckpoint
 from dtckpt.coordination.api import Coordination
+from dtckpt.coordination.barrier_texts import DURABLE
 from dtckpt.coordination.connect import connect_beside
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.dtypes import DTYPES
@@ -83,7 +84,7 @@ class DurableWriter:
         """
         with self._lock:
             if self._coordination is None:
-                self._coordination = connect_beside(f"durable-{self.life}")
+                self._coordination = connect_beside(f"{DURABLE}{self.life}")
 
         def collect_at_rate() -> State:
             state = collect()
