@@ -1,7 +1,7 @@
 """`Interrupts`: SIGINT and SIGTERM end a command at any instant, with their exit code, and its cleaning-up is done.
 
-A signal raises `Interrupt` in the main thread, and unfinished output is removed on the way out. Three things would be in
-its way:
+A signal raises `Interrupt` in the main thread, and unfinished output is removed on the way out. Three things would be
+in its way:
 
 * Amid an import, a library may take the exception for a failed import, or, in C++, abort the process. So the signal
   comes again until no import is under way. While the command's own modules are imported there is no output yet, so the

@@ -64,7 +64,7 @@ def _run(arguments: Sequence[str], interrupts: Interrupts) -> int:
 
 
 def _end_at_once(code: int) -> None:
-    """End this process without Python's finalization: threads of libraries were interrupted, too, and would abort it."""
+    """End this process without Python's finalization, which threads of libraries that still work might abort."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
