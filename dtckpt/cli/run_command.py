@@ -13,6 +13,7 @@ from dtckpt.cli.output import write_event
 from dtckpt.errors import DtckptError, printable
 
 _OPTIONS = (
+    ("pass SaveOptions(overwrite=True)", "pass --overwrite"),
     ("pass overwrite=True", "pass --overwrite"),
     ("max_memory is too small", "--max-memory is too small"),
 )

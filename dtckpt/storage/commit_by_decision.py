@@ -371,5 +371,5 @@ class ObjectStoreAttempt:
 
 def _exists_error(where: Url) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"there is a checkpoint at {where} already; pass overwrite=True to replace it, or save elsewhere"
+        f"there is a checkpoint at {where} already; pass SaveOptions(overwrite=True) to replace it, or save elsewhere"
     )
