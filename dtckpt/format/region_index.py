@@ -53,7 +53,7 @@ class RegionIndex:
         if region.is_empty:
             return []
         if self._dim is None:
-            return self._order.tolist()
+            return list(range(len(self._regions)))
         start, stop = region.offset[self._dim], region.stop[self._dim]
         first = np.searchsorted(self._reach, start, "right")
         near = self._order[first : np.searchsorted(self._sorted_starts, stop, "left")]
