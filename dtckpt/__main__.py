@@ -1,7 +1,5 @@
 """``python -m dtckpt`` is the command ``dtckpt``."""
 
-import sys
+from dtckpt.cli.main import run
 
-from dtckpt.cli.main import main
-
-sys.exit(main())
+run()

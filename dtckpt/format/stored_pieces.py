@@ -16,9 +16,8 @@ long as it claims is checked before memory is taken.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -28,14 +27,13 @@ from dtckpt.errors import CheckpointCorruptError, DtckptError
 from dtckpt.format import tree as trees
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import MAX_NUMEL, MAX_RANK
+from dtckpt.format.region_index import RegionIndex
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 
 MAX_PIECES = 1 << 16
 """Bound on the pieces of one tensor: as many as there are processes in the largest jobs."""
 _MAX_NBYTES = 1 << 62
-_COMPARED = 1 << 20
-"""Pairs of pieces that are compared in one call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +112,9 @@ class ForeignTensor:
     layout: Layout | None = None
     content: int | None = None
     elements: np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
+    is_whole: bool = field(init=False, compare=False, repr=False)
+    """Whether all elements were saved."""
+    _index: RegionIndex = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -138,8 +139,14 @@ class ForeignTensor:
                 raise self._error(f"its piece {piece.region} would begin at byte {piece.offset} of {piece.file!r}")
             if not is_file_name(piece.file):
                 raise self._error(f"its piece {piece.region} is in {piece.file!r}, which is no file of the checkpoint")
-        if (clash := _overlap([piece.region for piece in self.pieces])) is not None:
-            raise self._error(f"its pieces {clash[0]} and {clash[1]} overlap")
+        index = RegionIndex([piece.region for piece in self.pieces])
+        if (clash := index.clash()) is not None:
+            first, second = (self.pieces[position].region for position in clash)
+            raise self._error(f"its pieces {first} and {second} overlap")
+        object.__setattr__(self, "_index", index)
+        numel = math.prod(self.shape)
+        is_whole = self.elements is not None or sum(piece.region.numel for piece in self.pieces) == numel
+        object.__setattr__(self, "is_whole", is_whole)
 
     def _error(self, reason: str) -> CheckpointCorruptError:
         return CheckpointCorruptError(f"tensor {self.name[:200]!r} cannot be read: {reason}")
@@ -154,10 +161,9 @@ class ForeignTensor:
         """Bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all elements were saved."""
-        return self.elements is not None or sum(piece.region.numel for piece in self.pieces) == math.prod(self.shape)
+    def pieces_in(self, region: Region) -> list[Piece]:
+        """Return the pieces that share an element with a region, in their order."""
+        return [self.pieces[position] for position in self._index.meeting(region)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,31 +214,3 @@ def is_file_name(name: str) -> bool:
     """Whether a name can be that of a file in or below the checkpoint's folder, and of no file elsewhere."""
     is_text = name.isprintable() and "\\" not in name and ":" not in name
     return is_text and all(part not in ("", ".", "..") for part in name.split("/"))
-
-
-def _overlap(regions: list[Region]) -> tuple[Region, Region] | None:
-    """Return two regions that share an element; None if there are none. Regions are not empty."""
-    if len(regions) < 2:
-        return None
-    if regions[0].ndim == 0:
-        return regions[0], regions[1]
-    regions = sorted(regions, key=lambda region: region.offset)
-    # The usual case, by one pass: rows of the first dim that follow each other.
-    if all(before.stop[0] <= after.offset[0] for before, after in pairwise(regions)):
-        return None
-    starts = np.array([region.offset for region in regions], np.int64)
-    stops = np.array([region.stop for region in regions], np.int64)
-    for rows in _blocks(len(regions)):
-        meet = np.ones((rows.stop - rows.start, len(regions)), np.bool_)
-        for dim in range(starts.shape[1]):
-            meet &= (starts[rows, dim, None] < stops[:, dim]) & (starts[:, dim] < stops[rows, dim, None])
-        meet[np.arange(rows.stop - rows.start), np.arange(rows.start, rows.stop)] = False  # itself
-        if meet.any():
-            first, second = np.argwhere(meet)[0].tolist()
-            return regions[rows.start + first], regions[second]
-    return None
-
-
-def _blocks(count: int) -> Iterator[slice]:
-    step = max(1, _COMPARED // count)
-    return (slice(start, min(start + step, count)) for start in range(0, count, step))

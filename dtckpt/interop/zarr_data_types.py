@@ -17,9 +17,14 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from zarr.core.dtype.common import HasEndianness, HasItemSize
-from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
+from zarr.dtype import ZDType, data_type_registry
 
 from dtckpt.format.dtypes import DTYPES
+
+try:
+    from zarr.errors import DataTypeValidationError  # type: ignore[attr-defined, unused-ignore]
+except ImportError:  # zarr-python 3.1; since 3.4 its former place is deprecated
+    from zarr.dtype import DataTypeValidationError
 
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 

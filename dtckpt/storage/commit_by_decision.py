@@ -36,6 +36,7 @@ from types import MappingProxyType
 
 from dtckpt.comm.background_threads import begin
 from dtckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
+from dtckpt.format import json_facts
 from dtckpt.format.dcp_metadata import METADATA_NAME
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.failures import taken_over_error, translate_errors
@@ -58,6 +59,7 @@ FORGET_AFTER_S = 7 * 86400.0
 MAX_TRIES = 5
 """How often a reader tries to find a checkpoint that is being replaced, and a leader to be the newest one."""
 
+MAX_CLAIM_NBYTES = 1 << 12
 _DECISION = ".decision"
 _DECISION_NBYTES = min(len(COMMITTED), len(GIVEN_UP))
 """Bytes that are read of a decision, however long the object is: they tell which it is."""
@@ -113,7 +115,7 @@ class AttemptRegister:
         """Claim a new attempt, newer than all others; return its name."""
         # More than the newest number: a host whose clock is behind would otherwise claim an attempt that is old at
         # once.
-        newest = max((_start_ns(attempt) for attempt in self.attempts()), default=0)
+        newest = max((start_ns(attempt) for attempt in self.attempts()), default=0)
         attempt = f"{max(int(self._clock() * 1e9), newest + 1):020d}-{token}"
         self.renew(attempt)
         return attempt
@@ -133,9 +135,10 @@ class AttemptRegister:
 
     def _last_renewal_s(self, attempt: str) -> float:
         """Return when the claim of an attempt was last renewed, or else when the attempt began."""
-        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            return float(json.loads(self._folder.read(attempt))["renewed_s"])
-        return _start_ns(attempt) / 1e9
+        with suppress(FileNotFoundError, ValueError):
+            claim = json_facts.parse_object(self._folder.read_whole(attempt, MAX_CLAIM_NBYTES))
+            return json_facts.amount(claim.get("renewed_s"))
+        return start_ns(attempt) / 1e9
 
     def newest_committed(self) -> str | None:
         """Return the attempt that is the checkpoint; None if there is none."""
@@ -191,7 +194,7 @@ class AttemptRegister:
         return collected
 
 
-def _start_ns(attempt: str) -> int:
+def start_ns(attempt: str) -> int:
     """Return when an attempt began, in nanoseconds since the epoch: the first part of its name."""
     number = attempt.partition("-")[0]
     return int(number) if number.isdecimal() else 0
@@ -368,5 +371,5 @@ class ObjectStoreAttempt:
 
 def _exists_error(where: Url) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"there is a checkpoint at {where} already; pass overwrite=True to replace it, or save elsewhere"
+        f"there is a checkpoint at {where} already; pass SaveOptions(overwrite=True) to replace it, or save elsewhere"
     )

@@ -101,7 +101,8 @@ def check_target(target: Path, *, overwrite: bool) -> None:
         if is_committed(target) or _interrupted_exchange(target):
             if not overwrite:
                 raise CheckpointExistsError(
-                    f"there is a checkpoint at {target} already; pass overwrite=True to replace it, or save elsewhere"
+                    f"there is a checkpoint at {target} already; pass SaveOptions(overwrite=True) to replace it, or "
+                    "save elsewhere"
                 )
         elif target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise CheckpointExistsError(

@@ -19,7 +19,9 @@ from dtckpt.storage.fsync import sync
 from dtckpt.storage.local_folder import EXCHANGE, NO_REPLACE, UNSUPPORTED, LocalFolder, make_folders, rename
 
 
-def check_new(target: Path, is_own: Callable[[str], bool], *, is_file: bool, overwrite: bool) -> None:
+def check_new(
+    target: Path, is_own: Callable[[str], bool], *, is_file: bool, overwrite: bool, advice: str = "overwrite=True"
+) -> None:
     """Check that new files may be put at a path.
 
     Args:
@@ -27,6 +29,7 @@ def check_new(target: Path, is_own: Callable[[str], bool], *, is_file: bool, ove
         is_own: Whether a file of a directory, by its name, is one of those that may be replaced.
         is_file: Whether the path will be that of a file, not of a directory.
         overwrite: Whether a checkpoint there may be replaced.
+        advice: How the caller's user says so.
 
     Raises:
         CheckpointExistsError: There is a checkpoint and ``overwrite`` is false, or something else.
@@ -42,8 +45,7 @@ def check_new(target: Path, is_own: Callable[[str], bool], *, is_file: bool, ove
             )
         if not overwrite:
             raise CheckpointExistsError(
-                f"there is something at {target} already; pass overwrite=True to replace it, or choose another "
-                "destination"
+                f"there is something at {target} already; pass {advice} to replace it, or choose another destination"
             )
 
 

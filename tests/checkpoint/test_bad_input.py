@@ -326,7 +326,7 @@ def test_copies_that_differ(tmp_path):
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_existing_checkpoints_are_replaced_on_request_only(tmp_path, kvstore):
     saved(tmp_path / "s", kvstore="ocdbt")
-    with pytest.raises(errors.CheckpointExistsError, match="pass overwrite=True to replace it, or save elsewhere"):
+    with pytest.raises(errors.CheckpointExistsError, match=r"pass SaveOptions\(overwrite=True\) to replace it"):
         saved(tmp_path / "s", {"v": WEIGHT + 1}, kvstore=kvstore)
     assert dtckpt.restore(tmp_path / "s")["w"].equal(WEIGHT)
     saved(tmp_path / "s", {"v": WEIGHT + 1}, kvstore=kvstore, overwrite=True)

@@ -83,7 +83,7 @@ def test_who_comes_when_all_is_done_finds_it_done(source, tmp_path, tensors):
     assert (part.nbytes, part.is_committed) == (0, True)
     assert os.listdir(tmp_path) == ["new"]
     assert is_new(tmp_path / "new", tensors)
-    with pytest.raises(errors.CheckpointExistsError, match="pass overwrite=True"):
+    with pytest.raises(errors.CheckpointExistsError, match=r"pass SaveOptions\(overwrite=True\) to replace it"):
         work(source, tmp_path / "new", 0, count=2)  # is another checkpoint, although it holds the same
 
 

@@ -148,3 +148,16 @@ def test_the_entry_points(tmp_path):
     names, _, heavy = done.stdout.strip().partition("] ")
     assert heavy == "[]"
     assert all(f"'{name}'" in names for name in EXTENSIONS)
+
+
+MOVED = """
+import zarr.dtype, zarr.errors
+if not hasattr(zarr.errors, "DataTypeValidationError"):
+    zarr.errors.DataTypeValidationError = zarr.dtype.DataTypeValidationError
+vars(zarr.dtype).pop("DataTypeValidationError", None)
+import dtckpt.interop.zarr_data_types
+"""
+
+
+def test_names_that_newer_versions_have_moved_are_taken_from_their_new_place():
+    subprocess.run([sys.executable, "-W", "error", "-c", MOVED], check=True, timeout=60)

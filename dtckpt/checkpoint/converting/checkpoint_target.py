@@ -19,7 +19,7 @@ from dtckpt.checkpoint.saving.save import save_state
 from dtckpt.checkpoint.saving.state import State
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.single_client import SingleClientCoordination
-from dtckpt.errors import MeshError
+from dtckpt.errors import CheckpointExistsError, MeshError
 from dtckpt.format import tree as trees
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
@@ -80,7 +80,11 @@ class CheckpointConversion:
 
     def check(self) -> None:
         """Check that the target may be written. Raises: `CheckpointExistsError`."""
-        self._target.check_target(overwrite=self._options.overwrite)
+        try:
+            self._target.check_target(overwrite=self._options.overwrite)
+        except CheckpointExistsError as error:  # `dtckpt.convert` has an argument for it
+            message = error.message.replace("SaveOptions(overwrite=True)", "overwrite=True")
+            raise CheckpointExistsError(message) from error
 
     def run(self, progress: Progress | None) -> Mapping[str, int]:
         """Write and commit; return the content digests of the new tensors by name. Blocks: on storage.

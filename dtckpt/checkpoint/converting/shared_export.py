@@ -89,7 +89,14 @@ def export_together(
             if not isinstance(where, Path):
                 raise ConfigError(f"safetensors files are written to a file system; got {where}; export to a path")
             is_file = where.name.endswith(TARGET.suffixes)
-            check = functools.partial(check_new, where, TARGET.is_own, is_file=is_file, overwrite=options.overwrite)
+            check = functools.partial(
+                check_new,
+                where,
+                TARGET.is_own,
+                is_file=is_file,
+                overwrite=options.overwrite,
+                advice="ExportOptions(overwrite=True)",
+            )
             check()
             folder = placed.enter_context(new_files(where, check, is_file=is_file))
             return None, json.dumps([step, folder.name]).encode()

@@ -18,9 +18,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from dtckpt.errors import CheckpointCorruptError
+from dtckpt.format import json_facts
 from dtckpt.format.digest import bytes_digest
 
 LINEAGE_NAME = "lineage.json"
+MAX_NBYTES = 16 << 20
+MAX_STEP = 10**18
+"""Steps are below this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +54,11 @@ class Lineage:
             ValueError: It is damaged.
         """
         data, digest, _ = file.split(b"\n")
-        if int(digest, 16) != bytes_digest(data):
+        if digest != b"%016x" % bytes_digest(data):
             raise ValueError("its digest differs")
-        fields = json.loads(data)
-        return cls(fields["number"], frozenset(fields["aside"]))
+        facts = json_facts.parse_object(data)
+        aside = (json_facts.whole(step, MAX_STEP) for step in json_facts.items(facts.get("aside")))
+        return cls(json_facts.whole(facts.get("number")), frozenset(aside))
 
 
 UNKNOWN = Lineage()
@@ -113,6 +119,9 @@ class Run:
             saved: The steps on storage.
             now_ns: Nanoseconds since the epoch. The clock numbers commits, because two managers that do not see each
                 other's commits must not take the same number; where the clock is behind, numbers count on by one.
+
+        Raises:
+            CheckpointCorruptError: A step has the last number that there is, so no save can come after it.
         """
         # A lineage that cannot be read at the moment has number 0; its step still is one of this run.
         mine = {save for save in self.saves if save[0] in saved and saved[save[0]].number in (save[1], 0)}
@@ -120,5 +129,11 @@ class Run:
             mine.add(self.begun)
         mine = {save for save in mine if save[0] <= step}
         number = max(now_ns, 1 + max((lineage.number for lineage in saved.values()), default=0))
+        if number >= json_facts.MAX_NUMBER:
+            last = max(saved, key=lambda other: saved[other].number)
+            raise CheckpointCorruptError(
+                f"no save can come after step {last}: the number of its commit is {saved[last].number}, expected "
+                "nanoseconds since the epoch; its lineage was made by another program: remove the step or move it away"
+            )
         aside = saved.keys() - {other for other, _ in mine} - {step}
         return Run(frozenset(mine), (step, number)), Lineage(number, frozenset(aside))

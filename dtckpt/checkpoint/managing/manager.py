@@ -242,7 +242,8 @@ class CheckpointManager:
         Args:
             step: The step.
             tree: As for `dtckpt.save`; several named items are a dict.
-            metrics: Numbers by name, for ``keep``; those of client 0 count.
+            metrics: Numbers by name, for ``keep``; those of client 0 count. Tensors and arrays of one number are
+                numbers, too.
             force: Whether to save even if the step is not due.
 
         Returns:
@@ -251,6 +252,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointConflictError: Another process, or another manager of this one, saves to this root.
+            ConfigError: A metric is no number, or they lack the one that ``keep`` ranks steps by.
             DtckptError: As for `dtckpt.save_async` and `dtckpt.save`; or the error of the save before, if nobody has
                 looked at it.
         """
@@ -260,7 +262,7 @@ class CheckpointManager:
             if not (is_durable or self._tier.is_due(step)):
                 return None
             is_last = force or self.reached_preemption
-            handle = self._save_in_tier(self._tier, step, tree, metrics or {}, is_durable=is_durable, is_last=is_last)
+            handle = self._save_in_tier(self._tier, step, tree, metrics, is_durable=is_durable, is_last=is_last)
             if handle is not None or not is_durable:
                 return handle
             self._tier.owe_nothing()
@@ -275,8 +277,8 @@ class CheckpointManager:
         def collect() -> State:
             if is_leader:
                 self._acquire(coordination.member)
-                if metrics:
-                    files[METRICS_NAME] = json.dumps({name: float(metrics[name]) for name in metrics}).encode()
+                if noted := self.options.keep.metrics_of(step, metrics):
+                    files[METRICS_NAME] = json.dumps(noted).encode()
                 files[LINEAGE_NAME] = self._descend(step)
             return state_of_tree(tree, options, coordination.member.client, range(coordination.member.num_clients))
 
@@ -305,18 +307,19 @@ class CheckpointManager:
         return self._handle
 
     def _save_in_tier(
-        self, tier: TierSaves, step: int, tree: Any, metrics: Metrics, *, is_durable: bool, is_last: bool
+        self, tier: TierSaves, step: int, tree: Any, metrics: Metrics | None, *, is_durable: bool, is_last: bool
     ) -> SaveHandle | None:
         """Save a step in the local tier, and from there in the root if it is due there."""
         start, coordination = self._clock(), current_coordination()
+        noted: dict[str, float] = {}
 
         def collect() -> State:
             member = coordination.member
             if member.client == 0:
+                noted.update(self.options.keep.metrics_of(step, metrics))
                 self._acquire(member)
             return state_of_tree(tree, self.options.save, member.client, range(member.num_clients))
 
-        noted = {name: float(metrics[name]) for name in metrics} if coordination.member.client == 0 else {}
         handle = tier.save(
             step, collect, coordination, noted, self._write_durable, is_durable=is_durable, is_last=is_last
         )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import SupportsFloat
 
-from dtckpt.errors import ConfigError
+from dtckpt.checkpoint.reading.similar_names import did_you_mean
+from dtckpt.errors import ConfigError, capped
 
 Metrics = Mapping[str, float]
 
@@ -48,8 +50,35 @@ class Retention:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
                 raise ConfigError(f"retention {name} must be a positive number of seconds or None; got {value!r}")
+        if not isinstance(self.metric, str):
+            raise ConfigError(f"retention metric must be the name of a metric; got {self.metric!r}")
         if self.mode not in ("min", "max"):
             raise ConfigError(f"retention mode is unknown; got {self.mode!r}, expected 'min' or 'max'")
+
+    def metrics_of(self, step: int, passed: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
+        """Return the metrics that a step is saved with, of those that were passed: NumPy's and PyTorch's numbers, too.
+
+        Raises:
+            ConfigError: A metric is no number, or all are, and the one that ranks the steps is not among them.
+        """
+        metrics = {}
+        for name, value in (passed or {}).items():
+            try:
+                if not isinstance(name, str) or isinstance(value, str | bytes):
+                    raise TypeError
+                metrics[name] = float(value)
+            except (TypeError, ValueError, RuntimeError, OverflowError):
+                raise ConfigError(
+                    f"metrics of step {step} must be numbers by name; got {value!r:.80} for {name!r:.80}; leave out a "
+                    "metric that is not known"
+                ) from None
+        if self.best is not None and metrics and self.metric not in metrics:
+            raise ConfigError(
+                f"step {step} is saved without metric {self.metric!r}, by which Retention(best={self.best}) ranks the "
+                f"steps; got {capped(map(repr, metrics))}{did_you_mean(self.metric, metrics)}; pass the metric too, or "
+                "name another one by Retention(metric=...)"
+            )
+        return metrics
 
     @property
     def needs_times(self) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -26,8 +27,9 @@ from typing import Protocol
 from dtckpt.checkpoint.managing.leftovers import Leftover, collect_leftovers, find_leftovers, targets_of_leftovers
 from dtckpt.checkpoint.managing.root_lock import RootLock
 from dtckpt.errors import CheckpointConflictError
+from dtckpt.format import json_facts
 from dtckpt.format.manifest import MANIFEST_NAME
-from dtckpt.storage.commit_by_decision import COMMITTED, GIVEN_UP, REGISTER_FOLDER, AttemptRegister
+from dtckpt.storage.commit_by_decision import COMMITTED, GIVEN_UP, REGISTER_FOLDER, AttemptRegister, start_ns
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder, ObjectFolder, open_folder
 from dtckpt.storage.local_folder import LocalFolder
@@ -35,6 +37,8 @@ from dtckpt.storage.location import Location, Url
 
 MANAGERS = ".dtckpt-managers"
 """The folder, in a root, that holds one entry for each manager."""
+MAX_HOLDER_NBYTES = 1 << 12
+_ENTRY = re.compile(r"[0-9]{20}-[0-9a-f]{8}")
 
 
 class Right(Protocol):
@@ -188,9 +192,8 @@ class ObjectRoot:
         return found
 
     def _claimant(self, name: str, attempt: str) -> str:
-        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
-            claim = json.loads((self.folder / REGISTER_FOLDER / name).read(attempt))
-            return f"process {claim['process']} on {claim['host']}"
+        with suppress(FileNotFoundError, ValueError):
+            return _process_of((self.folder / REGISTER_FOLDER / name).read_whole(attempt, MAX_HOLDER_NBYTES))
         return ""
 
     def collect(self, *, min_age_s: float, now: float) -> None:
@@ -198,6 +201,12 @@ class ObjectRoot:
         for name in sorted(self.names()):
             with translate_errors("remove what dead saves left", self.where / name):
                 AttemptRegister(self.where / name, self.folder, lambda: now).collect(silent_for_s=min_age_s)
+
+
+def _process_of(data: bytes) -> str:
+    """Read the process that made an entry or a claim. Raises: ValueError: It is damaged."""
+    holder = json_facts.parse_object(data)
+    return f"process {json_facts.whole(holder.get('process'))} on {json_facts.text(holder.get('host'))}"
 
 
 class NewestManager:
@@ -222,14 +231,14 @@ class NewestManager:
     def acquire(self) -> None:
         """As `Right.acquire`."""
         with translate_errors("look for other managers", self._where):
-            names = self._folder.names()
+            names = self._entries()
             if not self._entry:
                 # Greater than all entries even if this host's clock is behind; the random part tells ties apart.
-                newest = max((int(name.partition("-")[0]) for name in names), default=0)
+                newest = max(map(start_ns, names), default=0)
                 self._entry = f"{max(int(self._clock() * 1e9), newest + 1):020d}-{secrets.token_hex(4)}"
                 holder = {"process": os.getpid(), "host": os.uname().nodename}
                 self._folder.write(self._entry, json.dumps(holder).encode())
-                names = self._folder.names()
+                names = self._entries()
             if newer := [name for name in names if name > self._entry]:
                 raise CheckpointConflictError(
                     f"{self._who(newer[-1])} saves checkpoints to {self._where} since later; "
@@ -238,14 +247,19 @@ class NewestManager:
             # Older managers are refused from now on: the newest entry is enough to refuse them.
             self._folder.remove(name for name in names if name < self._entry)
 
+    def _entries(self) -> list[str]:
+        return [name for name in self._folder.names() if _ENTRY.fullmatch(name)]
+
     def _who(self, entry: str) -> str:
-        holder = json.loads(self._folder.read(entry))
-        return f"process {holder['process']} on {holder['host']}"
+        try:
+            return _process_of(self._folder.read_whole(entry, MAX_HOLDER_NBYTES))
+        except ValueError:
+            return f"an unknown process, as {self._folder}/{entry} says,"
 
     def holder(self) -> str:
         """As `Right.holder`: the newest manager that has not given the right back, whether it lives or not."""
         with translate_errors("look for other managers", self._where), suppress(FileNotFoundError):
-            return next(map(self._who, reversed(self._folder.names())), "")
+            return next(map(self._who, reversed(self._entries())), "")
         return ""
 
     def release(self) -> None:

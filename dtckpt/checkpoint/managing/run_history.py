@@ -11,19 +11,25 @@ was killed says "not ended", and until when it lived, to within one interval.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from dtckpt.checkpoint.managing.interval import Costs, PastRun
+from dtckpt.format import json_facts
 from dtckpt.storage.folder import Folder
+
+logger = logging.getLogger("dtckpt.checkpoint")
 
 RUNS_FOLDER = ".dtckpt-runs"
 MAX_RUNS = 32
 """Runs that are remembered: older ones say little about the machines of today."""
 MAX_NBYTES = 1 << 12
-_RUN_NAME = re.compile(r"\d{26}")
+MAX_NUMBER = 10**26 - 1
+"""The number of the last name that `_RUN_NAME` matches."""
+_RUN_NAME = re.compile(r"[0-9]{26}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +59,13 @@ class RunRecord:
         Raises:
             ValueError: It is damaged.
         """
-        try:
-            fields = json.loads(data)
-            costs = fields["costs"] and Costs(float(fields["costs"]["blocking_s"]), float(fields["costs"]["lag_s"]))
-            return cls(float(fields["began_s"]), float(fields["seen_s"]), bool(fields["has_ended"]), costs)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"no record of a run: {error}") from None
+        facts = json_facts.parse_object(data)
+        began_s, seen_s = (json_facts.amount(facts.get(name)) for name in ("began_s", "seen_s"))
+        costs = None
+        if facts.get("costs") is not None:
+            measured = json_facts.fields(facts["costs"])
+            costs = Costs(*(json_facts.amount(measured.get(name)) for name in ("blocking_s", "lag_s")))
+        return cls(began_s, seen_s, json_facts.truth(facts.get("has_ended")), costs)
 
 
 class RunHistory:
@@ -83,7 +90,8 @@ class RunHistory:
         records = [record for name in names if (record := self._read(name)) is not None]
         self._folder.make()
         # Greater than all names, also where this clock is behind.
-        self._name = f"{max(int(now_s * 1e9), 1 + max(map(int, names), default=0)):026d}"
+        number = max(int(now_s * 1e9), 1 + max(map(int, names), default=0))
+        self._name = f"{min(number, MAX_NUMBER):026d}"
         self._record = RunRecord(now_s, now_s)
         self._folder.write(self._name, self._record.to_bytes())
         self._folder.remove(names[: 1 - MAX_RUNS])
@@ -115,5 +123,10 @@ class RunHistory:
         """Return a run's record; None if it is damaged, as by a power loss: it says too little then."""
         try:
             return RunRecord.from_bytes(self._folder.read_whole(name, MAX_NBYTES))
-        except (ValueError, FileNotFoundError):
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            logger.warning(
+                "the record of a run, %s/%s, cannot be read and does not count: %s", self._folder, name, error
+            )
             return None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Collection, Mapping
 
-from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, UNKNOWN, Lineage, Saved, current_steps
+from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, MAX_STEP, UNKNOWN, Lineage, Saved, current_steps
+from dtckpt.checkpoint.managing.lineage import MAX_NBYTES as MAX_LINEAGE_NBYTES
 from dtckpt.checkpoint.managing.retention import Retention
 from dtckpt.checkpoint.managing.root import Root
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, ConfigError
+from dtckpt.format import json_facts
 from dtckpt.storage.commit import CommitTarget, commit_target_of
 from dtckpt.storage.location import Location
 
@@ -38,7 +39,7 @@ class StepFolders:
         Raises:
             ConfigError: ``step`` is no whole number from 0 on.
         """
-        if type(step) is not int or not 0 <= step < 10**18:
+        if type(step) is not int or not 0 <= step < MAX_STEP:
             raise ConfigError(f"a step must be a whole number from 0 on; got {step!r}")
         return self.root / f"step_{step:08d}"
 
@@ -94,10 +95,10 @@ class StepFolders:
             except (CheckpointNotFoundError, CheckpointIncompleteError):
                 return None
             try:
-                return Lineage.from_bytes(folder.read(LINEAGE_NAME))
+                return Lineage.from_bytes(folder.read_whole(LINEAGE_NAME, MAX_LINEAGE_NBYTES))
             except FileNotFoundError:
                 continue
-            except (ValueError, KeyError, TypeError, OSError) as error:
+            except (ValueError, OSError) as error:
                 logger.warning("the lineage of step %d cannot be read and counts as unknown: %s", step, error)
                 break
         return UNKNOWN
@@ -105,10 +106,10 @@ class StepFolders:
     def metrics(self, step: int) -> Mapping[str, float]:
         """Return the metrics that a step was saved with; none if they cannot be read."""
         try:
-            metrics = json.loads(self.place(step).locate().read_whole(METRICS_NAME, MAX_METRICS_NBYTES))
-            return {str(name): float(value) for name, value in metrics.items()}
+            file = self.place(step).locate().read_whole(METRICS_NAME, MAX_METRICS_NBYTES)
+            return {name: json_facts.number(value) for name, value in json_facts.parse_object(file).items()}
         except FileNotFoundError:
             return {}
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
+        except (ValueError, OSError) as error:
             logger.warning("the metrics of step %d cannot be read and count as none: %s", step, error)
             return {}

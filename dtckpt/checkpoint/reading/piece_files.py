@@ -240,31 +240,26 @@ class PieceFiles:
             tensor = self._index.tensors[name]
             validate_convertible(name, tensor.dtype, buffers)
             regions = [region for region, _ in buffers]
-            spans = plan_spans(self._located(tensor, regions), regions, max_gap=self._max_gap, max_nbytes=max_nbytes)
+            # A tensor of the pieces that are needed, so that their places are checked, and no other piece again.
+            needed = replace(tensor, pieces=tuple(self._located(tensor, regions)))
+            spans = plan_spans(needed, regions, max_gap=self._max_gap, max_nbytes=max_nbytes)
             for span in spans:
                 yield _SpanRead(span, DTYPES[tensor.dtype], cut(buffers[span.number][1], span.target))
             if tensor.elements is not None:
                 for region, buffer in buffers:
                     convert(cut(tensor.elements, region.slices()), buffer)
 
-    def _located(self, tensor: ForeignTensor, regions: Sequence[Region]) -> ForeignTensor:
-        """Return a tensor whose pieces in streams have the places of their elements, if some region needs them."""
-        wanted = {
-            piece
-            for piece in tensor.pieces
-            if piece.stream_nbytes is not None and any(map(piece.region.intersect, regions))
-        }
-        if not wanted:
-            return tensor
-        unknown = [piece for piece in wanted if piece not in self._places]
+    def _located(self, tensor: ForeignTensor, regions: Sequence[Region]) -> list[Piece]:
+        """Return the pieces that some regions need; those in streams have the places of their elements."""
+        wanted = dict.fromkeys(piece for region in regions for piece in tensor.pieces_in(region))
+        unknown = [piece for piece in wanted if piece.stream_nbytes is not None and piece not in self._places]
         if self._is_local:
             places = [self._locate(tensor, piece) for piece in unknown]
         else:
             reads = [self._ranges.pool().submit(self._locate, tensor, piece) for piece in unknown]
             places = [read.result() for read in reads]
         self._places.update(zip(unknown, places, strict=True))
-        pieces = tuple(self._places[piece] if piece in wanted else piece for piece in tensor.pieces)
-        return replace(tensor, pieces=pieces)
+        return [self._places.get(piece, piece) for piece in wanted]
 
     def _locate(self, tensor: ForeignTensor, piece: Piece) -> Piece:
         with translate_errors("find the elements of {!r} in {}", self._folder, tensor.name, piece.file, is_read=True):
@@ -368,7 +363,7 @@ class PieceFiles:
             if not tensor.is_whole:
                 plan_spans(tensor, [region], max_gap=0, max_nbytes=1)  # raises: a part that was not saved is no damage
             wanted += region.numel * tensor.itemsize
-            for piece in tensor.pieces:
+            for piece in tensor.pieces_in(region):
                 sizes[piece.file] = max(sizes.get(piece.file, 0), piece.stop(tensor.itemsize))
         if wanted > max(unchecked, MAX_SHARED * sum(sizes.values())):
             raise CheckpointCorruptError(
@@ -392,7 +387,7 @@ class PieceFiles:
     def validate_part(self, name: str, region: Region) -> None:
         """As `CheckpointFiles.validate_part`: the checksums of the bytes that its pieces begin in, if they have any."""
         tensor = self._index.tensors[name]
-        for piece in self._located(tensor, [region]).pieces:
+        for piece in self._located(tensor, [region]):
             # Once for a piece, at its first part; once for pieces that share their bytes.
             checked = piece.checked if piece.region.offset == region.offset else None
             if checked is not None and (piece.file, checked) not in self._sound:

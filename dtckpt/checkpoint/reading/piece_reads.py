@@ -78,7 +78,7 @@ def plan_spans(tensor: ForeignTensor, regions: Sequence[Region], *, max_gap: int
 
 
 def _overlaps(tensor: ForeignTensor, region: Region) -> Iterator[tuple[Piece, Region]]:
-    for piece in tensor.pieces:
+    for piece in tensor.pieces_in(region):
         if (box := piece.region.intersect(region)) is not None:
             yield piece, box
 

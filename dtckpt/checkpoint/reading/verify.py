@@ -24,6 +24,10 @@ from dtckpt.storage.location import Location
 MAX_THREADS = 8
 UNCHECKED_NBYTES = 1 << 20
 """Bound on the memory that is taken for a chunk before storage is asked for the size of its file."""
+BATCH_NBYTES = 1 << 20
+"""Bytes of small chunks that one thread takes at a time."""
+MAX_BATCH = 64
+"""Small chunks that one thread takes at a time."""
 MAX_NBYTES = 256 << 20
 """Bound on the bytes of chunks in memory, unless one chunk is larger."""
 
@@ -167,14 +171,31 @@ def _check_all(
     checkpoint: VerifiableCheckpoint, files: CheckpointFiles, pool: ThreadPoolExecutor, threads: int
 ) -> Iterator[_Checked]:
     """Check all chunks in the pool, a few at a time, and yield their results in order."""
-    waiting: deque[Future[_Checked]] = deque()
-    for name, info in checkpoint.tensors.items():
-        for region in files.parts(name):
-            waiting.append(pool.submit(_check, checkpoint, files, info, region))
-            if len(waiting) > 2 * threads:
-                yield waiting.popleft().result()
+    waiting: deque[Future[list[_Checked]]] = deque()
+
+    def check(batch: Sequence[tuple[TensorInfo, Region]]) -> list[_Checked]:
+        return [_check(checkpoint, files, info, region) for info, region in batch]
+
+    for batch in _batches((info, region) for name, info in checkpoint.tensors.items() for region in files.parts(name)):
+        waiting.append(pool.submit(check, batch))
+        if len(waiting) > 2 * threads:
+            yield from waiting.popleft().result()
     while waiting:
-        yield waiting.popleft().result()
+        yield from waiting.popleft().result()
+
+
+def _batches(parts: Iterable[tuple[TensorInfo, Region]]) -> Iterator[list[tuple[TensorInfo, Region]]]:
+    """Yield parts in batches for one thread each: to hand over a small chunk takes longer than to check it."""
+    batch: list[tuple[TensorInfo, Region]] = []
+    nbytes = 0
+    for info, region in parts:
+        batch.append((info, region))
+        nbytes += region.numel * DTYPES[info.stored_dtype_name].itemsize
+        if nbytes >= BATCH_NBYTES or len(batch) == MAX_BATCH:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
 
 
 def _check(checkpoint: VerifiableCheckpoint, files: CheckpointFiles, info: TensorInfo, region: Region) -> _Checked:

@@ -10,6 +10,7 @@ from typing import Any
 from dtckpt.checkpoint.leaves import Leaf
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.reading.similar_names import close_prefixes
 from dtckpt.checkpoint.restoring.optimizer_match import Rule
 from dtckpt.checkpoint.restoring.rename_rules import renamed
 from dtckpt.checkpoint.restoring.report import Cast, Reshaped, RestoreReport
@@ -129,7 +130,7 @@ def validate_report(report: RestoreReport, options: RestoreOptions) -> None:
 
 def _nearest(name: str, report: RestoreReport) -> str:
     """Return, for an error, the names of the checkpoint that nothing in the target takes and that are most like one."""
-    near = get_close_matches(name, report.unexpected[:MAX_COMPARED], n=3)
+    near = get_close_matches(name, report.unexpected[:MAX_COMPARED], n=3) or close_prefixes(name, report.unexpected)
     return f" (of what is left, {capped(map(repr, near))} is nearest to {name!r})" if near else ""
 
 

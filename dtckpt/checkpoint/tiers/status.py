@@ -10,12 +10,13 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dtckpt.checkpoint.tiers.holdings import HeldSave, held_saves
 from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.checkpoint.tiers.records import HostParts, SaveId
 from dtckpt.errors import CheckpointCorruptError
+from dtckpt.format import json_facts
 from dtckpt.storage.folder import Folder
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 STATUS_NAME = ".dtckpt-tiers.json"
 MAX_STATUS_NBYTES = 64 << 20
 MAX_CLIENTS = 1 << 20
+"""Clients of all saves together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,28 +74,35 @@ class TierStatus:
     def from_bytes(cls, data: bytes) -> TierStatus:
         """Read the file. Raises: CheckpointCorruptError: It is malformed."""
         try:
-            facts = json.loads(data)
-            saves = tuple(
-                HeldSave(SaveId.parse(name), {int(c): tuple(hosts) for c, hosts in holders.items()}, is_voted=True)
-                for name, holders in facts["saves"]
-            )
-            if not facts["hosts"] or any(held.save.num_clients > MAX_CLIENTS for held in saves):
-                raise ValueError(f"it names no host, or a save of more than {MAX_CLIENTS} clients")
+            facts = json_facts.parse_object(data)
+            saves = tuple(_held_of_json(*json_facts.items(row)) for row in json_facts.items(facts["saves"]))
+            hosts = json_facts.fields(facts["hosts"])
+            if not hosts or sum(held.save.num_clients for held in saves) > MAX_CLIENTS:
+                raise ValueError(f"it names no host, or saves of more than {MAX_CLIENTS} clients")
+            rows = {host: json_facts.items(row) for host, row in hosts.items()}
             return cls(
-                float(facts["at_s"]),
-                {host: domain for host, (domain, _) in facts["hosts"].items()},
-                {host: tuple(clients) for host, (_, clients) in facts["hosts"].items()},
-                int(facts["copies"]),
+                json_facts.amount(facts["at_s"]),
+                {host: json_facts.text(domain) for host, (domain, _) in rows.items()},
+                {host: tuple(map(json_facts.whole, json_facts.items(clients))) for host, (_, clients) in rows.items()},
+                json_facts.whole(facts["copies"]),
                 saves,
-                int(facts["nbytes"]),
-                float(facts["rate"]),
+                json_facts.whole(facts["nbytes"]),
+                json_facts.amount(facts["rate"]),
             )
-        except (ArithmeticError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError) as error:  # TypeError: a row of another length
             raise CheckpointCorruptError(f"{STATUS_NAME} cannot be read: {error}") from error
 
     def newest_without(self, lost: frozenset[str]) -> HeldSave | None:
         """Return the newest save that the other hosts could put together."""
         return next((left for held in self.saves if (left := held.without(lost)).is_restorable), None)
+
+
+def _held_of_json(name: Any, holders: Any) -> HeldSave:
+    by_client = {
+        int(client): tuple(map(json_facts.text, json_facts.items(hosts)))
+        for client, hosts in json_facts.fields(holders).items()
+    }
+    return HeldSave(SaveId.parse(json_facts.text(name)), by_client, is_voted=True)
 
 
 def read_status(folder: Folder) -> TierStatus | None:

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -339,9 +340,34 @@ def test_leaving_with_an_error_does_not_hide_it(tmp_path, monkeypatch, caplog):
     assert "while another error was on its way: no disk" in caplog.text
 
 
-def test_bad_metrics_are_refused(tmp_path):
-    with pytest.raises((TypeError, ValueError)), CheckpointManager(tmp_path) as manager:
-        manager.save(1, state(1), metrics={"loss": "low"})
+@pytest.mark.parametrize("value", [None, "low", "1.5", [1.0], torch.ones(2), 1j, 10**400], ids=range(7))
+@pytest.mark.parametrize("local", [False, True])
+def test_bad_metrics_are_refused(tmp_path, value, local):
+    tier = dtckpt.LocalTier(path=tmp_path / "local") if local else None
+    with CheckpointManager(tmp_path / "run", local=tier) as manager:
+        with pytest.raises(errors.ConfigError, match="metrics of step 1 must be numbers by name"):
+            manager.save(1, state(1), metrics={"loss": value})
+        with pytest.raises(errors.ConfigError, match="metrics of step 1 must be numbers by name"):
+            manager.save(1, state(1), metrics={7: 1.0})
+        manager.save(1, state(1), metrics={"loss": 1.0})
+    assert CheckpointManager(tmp_path / "run").metrics(1) == {"loss": 1.0}
+
+
+def test_metrics_that_lack_the_one_that_ranks_are_refused(tmp_path):
+    with CheckpointManager(tmp_path, keep=Retention(best=1, metric="val/loss")) as manager:
+        with pytest.raises(errors.ConfigError, match=r"without metric 'val/loss', .* did you mean 'val_loss'"):
+            manager.save(1, state(1), metrics={"val_loss": 1.0, "epoch": 2})
+        manager.save(1, state(1), metrics={"val/loss": 1.0})
+        manager.save(2, state(2))  # as at the end of a run
+    with pytest.raises(errors.ConfigError, match="retention metric must be the name"):
+        Retention(best=1, metric=None)
+
+
+def test_numbers_of_numpy_and_torch_are_metrics(tmp_path):
+    passed = {"a": torch.tensor(1.5), "b": np.float32(2.5), "c": np.array(3), "d": True, "e": torch.tensor([4.0])}
+    with CheckpointManager(tmp_path, is_async=False) as manager:
+        manager.save(1, state(1), metrics=passed)
+        assert manager.metrics(1) == {"a": 1.5, "b": 2.5, "c": 3.0, "d": 1.0, "e": 4.0}
 
 
 def test_damaged_metrics_count_as_none(tmp_path, caplog):

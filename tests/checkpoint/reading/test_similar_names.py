@@ -15,6 +15,8 @@ NAMES = ["model/layers.0.weight", "model/embed/weight", "optim/embed/weight", "s
             "model/embd/weight",
             "; did you mean 'model/embed/weight' or 'optim/embed/weight' or 'model/layers.0.weight'?",
         ),
+        ("modle", "; did you mean 'model'?"),
+        ("optim/embde/weight/moments/first/of/all", "; did you mean 'optim/embed'?"),
         ("zzz", ""),
         ("", ""),
     ],
