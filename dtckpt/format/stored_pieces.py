@@ -115,6 +115,8 @@ class ForeignTensor:
     is_whole: bool = field(init=False, compare=False, repr=False)
     """Whether all elements were saved."""
     _index: RegionIndex = field(init=False, compare=False, repr=False)
+    _positions: Mapping[Region, int] = field(init=False, compare=False, repr=False)
+    """The position of the piece of a region."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -144,6 +146,8 @@ class ForeignTensor:
             first, second = (self.pieces[position].region for position in clash)
             raise self._error(f"its pieces {first} and {second} overlap")
         object.__setattr__(self, "_index", index)
+        positions = {piece.region: position for position, piece in enumerate(self.pieces)}
+        object.__setattr__(self, "_positions", positions)
         numel = math.prod(self.shape)
         is_whole = self.elements is not None or sum(piece.region.numel for piece in self.pieces) == numel
         object.__setattr__(self, "is_whole", is_whole)
@@ -163,6 +167,8 @@ class ForeignTensor:
 
     def pieces_in(self, region: Region) -> list[Piece]:
         """Return the pieces that share an element with a region, in their order."""
+        if (position := self._positions.get(region)) is not None:
+            return [self.pieces[position]]  # pieces do not overlap
         return [self.pieces[position] for position in self._index.meeting(region)]
 
 

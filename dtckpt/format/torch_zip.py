@@ -111,13 +111,14 @@ class TorchZip:
         return self.storage(view.key, view.storage_nbytes)[0] + view.start
 
 
-def read_zip(read: Read, nbytes: int, where: str) -> TorchZip:
+def read_zip(read: Read, nbytes: int, where: str, parse: Callable[[bytes, str], Any] = parse_pickle) -> TorchZip:
     """Read the directory and the pickle of a file of ``torch.save``.
 
     Args:
         read: Reads the file.
         nbytes: Bytes of the file.
         where: Its name, for messages.
+        parse: Parses the pickle.
 
     Raises:
         CheckpointCorruptError: It is cut short or malformed.
@@ -137,7 +138,7 @@ def read_zip(read: Read, nbytes: int, where: str) -> TorchZip:
         _validate_byte_order(records.get(f"{prefix}byteorder"), read, where)
         if records[name].nbytes > MAX_PICKLE_NBYTES:
             raise _malformed(where, f"its pickle has {records[name].nbytes} bytes")
-        value = parse_pickle(_content(records[name], read, where), where)
+        value = parse(_content(records[name], read, where), where)
     except (struct.error, UnicodeDecodeError) as error:
         raise _malformed(where, str(error)) from error
     return TorchZip(where, value, prefix, records, read)

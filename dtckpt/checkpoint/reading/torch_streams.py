@@ -9,7 +9,7 @@ Its first and last bytes tell where they are::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from dtckpt.errors import CheckpointCorruptError
+from dtckpt.format.pickle_syntax import parse_pickle
 from dtckpt.format.pickled_tensors import StorageView, tensor_view
 from dtckpt.format.pickled_tree import Leaf
 from dtckpt.format.stored_pieces import CheckedBytes, ForeignTensor, Piece, c_strides
@@ -92,7 +93,35 @@ def _array(name: str, array: np.ndarray[Any, Any]) -> ForeignTensor:
     return ForeignTensor(name, array.shape, array.dtype.name, (), elements=array)
 
 
-def open_stream(folder: Folder, file: str, offset: int, nbytes: int, read_file: Read | None = None) -> TorchStream:
+class _LatestPickle:
+    """Parses pickles; one that equals the one before it is not parsed again, as those of the chunks of a tensor.
+
+    Its values must not be changed.
+    """
+
+    def __init__(self) -> None:
+        self._latest: tuple[bytes, Any] | None = None
+
+    def parse(self, data: bytes, where: str) -> Any:
+        """As `parse_pickle`. Thread-safe."""
+        latest = self._latest
+        if latest is None or latest[0] != data:
+            self._latest = latest = bytes(data), parse_pickle(data, where)
+        return latest[1]
+
+
+_latest_pickle = _LatestPickle()
+
+
+def open_stream(
+    folder: Folder,
+    file: str,
+    offset: int,
+    nbytes: int,
+    read_file: Read | None = None,
+    *,
+    parse: Callable[[bytes, str], Any] = parse_pickle,
+) -> TorchStream:
     """Read what a stream of ``torch.save`` holds beside elements. Blocks: on storage.
 
     Args:
@@ -101,6 +130,7 @@ def open_stream(folder: Folder, file: str, offset: int, nbytes: int, read_file: 
         offset: The first byte of the stream.
         nbytes: Bytes of the stream.
         read_file: Reads the file, if a part of it is in memory already.
+        parse: Parses the pickle.
 
     Raises:
         CheckpointCorruptError: The stream is damaged.
@@ -112,7 +142,7 @@ def open_stream(folder: Folder, file: str, offset: int, nbytes: int, read_file: 
         return folder.read(file, *bounds) if read_file is None else read_file(*bounds)
 
     where = f"{folder}/{file}" if offset == 0 else f"{folder}/{file}, from byte {offset}"
-    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where), file, offset)
+    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where, parse), file, offset)
 
 
 def _with_windows(read: Read, nbytes: int) -> Read:
@@ -148,7 +178,7 @@ def locate_piece(folder: Folder, tensor: ForeignTensor, piece: Piece) -> Piece:
     """
     if piece.stream_nbytes is None:
         return piece
-    stream = open_stream(folder, piece.file, piece.offset, piece.stream_nbytes)
+    stream = open_stream(folder, piece.file, piece.offset, piece.stream_nbytes, parse=_latest_pickle.parse)
     view = tensor_view(stream.zip.value, tensor.name)
     if view.shape != piece.region.shape or view.dtype != tensor.dtype:
         raise CheckpointCorruptError(
