@@ -3,6 +3,7 @@ import random
 
 import pytest
 
+from dtckpt.format import region_index
 from dtckpt.format.region_index import FEW, RegionIndex
 from dtckpt.layout.region import Region
 
@@ -17,8 +18,10 @@ def _random_regions(rng, count, ndim):
     ]
 
 
+@pytest.mark.parametrize("compared", [1, 7, 1 << 20])
 @pytest.mark.parametrize("ndim", range(4))
-def test_it_finds_what_comparing_each_with_each_finds(ndim):
+def test_it_finds_what_comparing_each_with_each_finds(ndim, compared, monkeypatch):
+    monkeypatch.setattr(region_index, "_COMPARED", compared)
     rng = random.Random(ndim)
     for _ in range(300):
         regions = _random_regions(rng, rng.randint(0, 3 * FEW), ndim)

@@ -1,13 +1,9 @@
 """Checkpoints of other libraries as values: what they refuse, and that pieces which overlap are found."""
 
-import itertools
-import random
-
 import numpy as np
 import pytest
 
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.format import stored_pieces
 from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor, Piece
 from dtckpt.layout.region import Region
 
@@ -83,25 +79,6 @@ def test_a_tree_that_does_not_name_the_tensors():
     for structure in ({"dict": []}, {"list": [{"tensor": "w"}, {"tensor": "w"}]}, {"tensor": "v"}):
         with pytest.raises(CheckpointCorruptError):
             ForeignIndex("any", {"w": tensor()}, structure)
-
-
-@pytest.mark.parametrize("compared", [1, 7, 1 << 20])
-def test_overlaps_are_found_as_by_comparing_all_pairs(monkeypatch, compared):
-    monkeypatch.setattr(stored_pieces, "_COMPARED", compared)
-    rng = random.Random(7)
-    found = 0
-    for _ in range(300):
-        regions = []
-        for _ in range(rng.randrange(2, 6)):
-            offset = tuple(rng.randrange(6) for _ in range(2))
-            regions.append(Region(offset, tuple(rng.randrange(1, 4) for _ in range(2))))
-        expected = any(first.intersect(second) for first, second in itertools.combinations(regions, 2))
-        clash = stored_pieces._overlap(regions)
-        assert (clash is not None) == expected
-        if clash is not None:
-            assert clash[0].intersect(clash[1])
-            found += 1
-    assert 50 < found < 290
 
 
 def test_many_pieces_are_compared_quickly():

@@ -64,8 +64,6 @@ LAZY_REFUSED = (
 # * "A pending sum stays pending through operators that are linear in it", and may give NaN for infinity: all numbers
 #   are finite (`Drawer._is_fit`).
 # * "In-place operators and out keep layout and shape": a plain `out` that changes its shape is not taken.
-# * "torch.autograd.grad returns the zero gradients of in-place copysign, nextafter and sgn as plain tensors"
-#   (`_take_plain_zeros`).
 # * "DTensors have no lazy bits": where plain tensors have one, strides of what follows are not compared.
 # * "Changes of shape in place", and "as_strided": `REFUSED`.
 # * "Strides of dims of size 1, and of tensors without elements": `_steps`.
@@ -158,8 +156,6 @@ def _differences(program: Program, mesh: Mesh, *, goes_on: bool) -> Iterator[Dif
             gradients.add(statement.source.rpartition("; ")[2].partition(" = ")[0])
         before = _versions(plain), _versions(ours)
         expected, error = execute(statement.source, plain), execute(statement.source, ours)
-        if "autograd.grad" in statement.source:
-            _take_plain_zeros(plain, ours)
         if any(text in str(error) for text in REFUSED) or any(text in str(expected) for text in NOT_REFUSED):
             return
         if is_lazy and any(text in f"{expected}{error}" for text in LAZY_REFUSED):
@@ -196,18 +192,6 @@ def _differences(program: Program, mesh: Mesh, *, goes_on: bool) -> Iterator[Dif
 
 def _distributed(each: Input, mesh: Mesh) -> DTensor:
     return each.distributed(mesh)
-
-
-def _take_plain_zeros(plain: Namespace, ours: Namespace) -> None:
-    """Forget gradients that are plain tensors of zeros, as of in-place `copysign` and `sgn`: an accepted departure."""
-    for name, each in list(ours.items()):
-        if (
-            isinstance(each, torch.Tensor)
-            and not isinstance(each, DTensor)
-            and not each.any()
-            and not plain[name].any()
-        ):
-            del plain[name], ours[name]
 
 
 def _named(error: Exception | None) -> str:

@@ -359,3 +359,16 @@ def test_modules_may_be_called_with_other_parameters():
     found = grad(loss)({name: value.detach() for name, value in ours.named_parameters()}, ours)
     for name, value in theirs.items():
         torch.testing.assert_close(found[name].full_tensor(), value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["copysign_", "nextafter_", "eq_", "ge_", "gt_", "le_", "lt_", "ne_"])
+@pytest.mark.parametrize(
+    "make", [lambda x: x * 2, lambda x: x.view(2, 2), lambda x: x.redistribute(placements=[Replicate()])]
+)
+def test_zeros_that_pytorch_makes_of_a_shape_go_on_as_dtensors(name, make):
+    leaf = distribute_tensor(torch.ones(4), abstract_mesh({"x": 2}), [Shard(0)]).requires_grad_()
+    made = make(leaf.clone())
+    getattr(made, name)(torch.ones_like(made.detach()))
+    (gradient,) = torch.autograd.grad(made.sum(), [leaf])
+    assert isinstance(gradient, DTensor)
+    assert not gradient.full_tensor().any()

@@ -17,6 +17,7 @@ from dtckpt.dtensor.operators.pre_autograd import before_autograd
 from dtckpt.dtensor.tensor import DTensor
 
 _aten = torch.ops.aten
+_KINDS = "Scalar", "Tensor"
 
 
 @before_autograd(
@@ -35,6 +36,23 @@ def _with_dtensor_gradients(operator: Operator, keys: Any, *args: Any, **kwargs:
     return operator.redispatch(keys, *new_args, **new_kwargs)
 
 
+@before_autograd(
+    *(getattr(getattr(_aten, f"{name}_"), kind) for name in ("eq", "ge", "gt", "le", "lt", "ne") for kind in _KINDS),
+    _aten.copysign_.Scalar,
+    _aten.copysign_.Tensor,
+    _aten.nextafter_.default,
+    _aten.sgn_.default,
+)
+def _in_place(operator: Operator, keys: Any, tensor: torch.Tensor, *others: Any) -> Any:
+    """As `_with_dtensor_gradients`; what is written to has no alias, so the gradient is turned where it goes next."""
+    if isinstance(tensor, DTensor) and tensor.grad_fn is not None and torch.is_grad_enabled():
+        mesh = tensor.device_mesh
+        tensor.grad_fn.register_prehook(
+            lambda gradients: tuple(each if each is None else gradient_to_dtensor(each, mesh) for each in gradients)
+        )
+    return operator.redispatch(keys, tensor, *map(_hooked, others))
+
+
 @before_autograd(_aten.cat.default)
 def _cat(operator: Operator, keys: Any, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     """As `_with_dtensor_gradients`, where there are tensors of shape (0,), which may be joined to any others."""
@@ -49,8 +67,8 @@ def _repeat(operator: Operator, keys: Any, tensor: torch.Tensor, repeats: Sequen
     return operator.redispatch(keys, tensor if all(repeats) else _hooked(tensor), repeats)
 
 
-def _hooked(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an alias of a DTensor with a hook that makes its gradient a DTensor; other tensors as they are."""
+def _hooked(tensor: Any) -> Any:
+    """Return an alias of a DTensor with a hook that makes its gradient a DTensor; anything else as it is."""
     if not (isinstance(tensor, DTensor) and tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     mesh = tensor.device_mesh
