@@ -42,6 +42,14 @@ def _as_image(result: torch.Tensor, image: torch.Tensor, *_: Any) -> torch.Tenso
     return torch.empty(result.shape, memory_format=suggest_memory_format(image), device="meta")
 
 
+def _as_normalized(result: torch.Tensor, image: torch.Tensor, *others: Any) -> torch.Tensor:
+    """As `_as_image`, but dims of size 1 may have any strides where the image lies in one piece."""
+    channels_last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.ndim)
+    if channels_last is None or image.is_contiguous() or not image.is_contiguous(memory_format=channels_last):
+        return _as_image(result, image, *others)
+    return torch.empty(result.shape, memory_format=channels_last, device="meta")
+
+
 def _contiguous(result: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty(result.shape, device="meta")
 
@@ -73,6 +81,11 @@ _CORRECTIONS: dict[Any, Callable[..., torch.Tensor]] = {
             _aten._batch_norm_with_update.default,
             _aten.native_batch_norm_backward.default,
             _aten.batch_norm_backward.default,
+        ),
+        _as_normalized,
+    ),
+    **dict.fromkeys(
+        (
             _aten.max_unpool2d.default,
             _aten.max_unpool3d.default,
             _aten.channel_shuffle.default,

@@ -359,3 +359,13 @@ def test_filled_indices_of_a_diagonal(placement):
     made, expected = (each.diagonal(-1, -3, 2).index_fill(-1, torch.tensor([0]), 1) for each in (ours, whole))
     assert made.stride() == expected.stride()
     assert torch.equal(made.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("dims", [(0, 2), (1, 2), (1, 3), (2, 3)])
+@pytest.mark.parametrize("shape", [(2, 2, 1, 1), (1, 3, 2, 1), (4, 1, 1, 3), (2, 3, 2, 1)])
+def test_batch_norm_of_images_whose_dims_were_swapped(shape, dims):
+    whole, tensor = pair(*shape)
+    ours = torch.nn.functional.batch_norm(tensor.swapdims(*dims), None, None, training=True)
+    plain = torch.nn.functional.batch_norm(whole.swapdims(*dims), None, None, training=True)
+    steps = [[step for step, size in zip(each.stride(), each.shape, strict=True) if size > 1] for each in (ours, plain)]
+    assert steps[0] == steps[1]
