@@ -67,7 +67,8 @@ LAZY_REFUSED = (
 # * "DTensors have no lazy bits": where plain tensors have one, strides of what follows are not compared.
 # * "Changes of shape in place", and "as_strided": `REFUSED`.
 # * "Strides of dims of size 1, and of tensors without elements": `_steps`.
-# * "Strides of gradients": those of torch.autograd.grad and of what `grad` is are not compared.
+# * "Strides of gradients": those of torch.autograd.grad and of what `grad` is are not compared;
+#   nor whether gradients of zeros require gradients.
 # Not compared, as they mean nothing on plain tensors either: gradients of what was written to through `data`, results
 # written to their own operands (`out` of a product), what is written through views whose elements overlap in memory,
 # which may count twice, and random numbers.
@@ -179,6 +180,8 @@ def _differences(program: Program, mesh: Mesh, *, goes_on: bool) -> Iterator[Dif
                 if any(refused in text for refused in REFUSED):
                     return
                 if (is_lazy or name.startswith("grad_") or name in gradients) and kind in MEMORY_FACTS:
+                    continue
+                if kind == "requires_grad" and name in gradients and not each.any():
                     continue
                 yield Difference(kind, position, name, text)
         if program.looks:
