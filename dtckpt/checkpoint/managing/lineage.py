@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dtckpt.format.digest import bytes_digest
+from dtckpt.format.hash_work import validate_hashes
 
 LINEAGE_NAME = "lineage.json"
 
@@ -52,6 +53,7 @@ class Lineage:
         if int(digest, 16) != bytes_digest(data):
             raise ValueError("its digest differs")
         fields = json.loads(data)
+        validate_hashes(fields["aside"])
         return cls(fields["number"], frozenset(fields["aside"]))
 
 

@@ -38,7 +38,7 @@ def read_index(folder: Folder, names: Collection[str]) -> ForeignIndex:
     """
     (name,) = names
     stream = open_stream(folder, name, 0, _nbytes(folder, name))
-    tree = read_tree(stream.zip.value)
+    tree = read_tree(stream.zip.value, budget=stream.zip.budget)
     return ForeignIndex(KIND, stream.tensors(tree.leaves), tree.node, tree.refused)
 
 

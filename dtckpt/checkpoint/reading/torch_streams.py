@@ -19,6 +19,7 @@ import numpy as np
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.pickled_tensors import StorageView, tensor_view
 from dtckpt.format.pickled_tree import Leaf
+from dtckpt.format.read_budget import ReadBudget
 from dtckpt.format.stored_pieces import CheckedBytes, ForeignTensor, Piece, c_strides
 from dtckpt.format.torch_zip import TAIL_NBYTES, Read, TorchZip, read_zip
 from dtckpt.layout.region import Region
@@ -92,7 +93,15 @@ def _array(name: str, array: np.ndarray[Any, Any]) -> ForeignTensor:
     return ForeignTensor(name, array.shape, array.dtype.name, (), elements=array)
 
 
-def open_stream(folder: Folder, file: str, offset: int, nbytes: int, read_file: Read | None = None) -> TorchStream:
+def open_stream(
+    folder: Folder,
+    file: str,
+    offset: int,
+    nbytes: int,
+    read_file: Read | None = None,
+    *,
+    budget: ReadBudget | None = None,
+) -> TorchStream:
     """Read what a stream of ``torch.save`` holds beside elements. Blocks: on storage.
 
     Args:
@@ -101,6 +110,7 @@ def open_stream(folder: Folder, file: str, offset: int, nbytes: int, read_file: 
         offset: The first byte of the stream.
         nbytes: Bytes of the stream.
         read_file: Reads the file, if a part of it is in memory already.
+        budget: As for `parse_pickle`.
 
     Raises:
         CheckpointCorruptError: The stream is damaged.
@@ -112,7 +122,7 @@ def open_stream(folder: Folder, file: str, offset: int, nbytes: int, read_file: 
         return folder.read(file, *bounds) if read_file is None else read_file(*bounds)
 
     where = f"{folder}/{file}" if offset == 0 else f"{folder}/{file}, from byte {offset}"
-    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where), file, offset)
+    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where, budget), file, offset)
 
 
 def _with_windows(read: Read, nbytes: int) -> Read:
