@@ -1,7 +1,6 @@
 """Files that strangers may have prepared, in all formats: bombs, which ask for far more than they have, and mutations.
 
-Each is written to a folder of its own, as a checkpoint ``step_00000001`` (or a file) below a root. `support.hostile_runs`
-reads them.
+Each is written below a root, as a checkpoint ``step_00000001`` or as a file. `support.hostile_runs` reads them.
 """
 
 from __future__ import annotations
@@ -161,13 +160,13 @@ def write_bomb(root: Path, honest: Path, draw: random.Random) -> Path:
     return draw.choice(BOMBS)(root, honest, draw)
 
 
-def _torch(root: Path, honest: Path, draw: random.Random) -> Path:  # noqa: ARG001  (as all bombs)
+def _torch(root: Path, honest: Path, draw: random.Random) -> Path:
     root.mkdir()
     (root / "file.pt").write_bytes(zip_of(draw.choice(TREES)(draw), {"0": bytes(4)}))
     return root / "file.pt"
 
 
-def _dcp(root: Path, honest: Path, draw: random.Random) -> Path:  # noqa: ARG001  (as all bombs)
+def _dcp(root: Path, honest: Path, draw: random.Random) -> Path:
     root.mkdir()
     dcp_bomb(root / STEP, draw)
     return root / STEP
@@ -191,7 +190,7 @@ def _json_bomb(draw: random.Random) -> bytes:
     )
 
 
-def _safetensors(root: Path, honest: Path, draw: random.Random) -> Path:  # noqa: ARG001  (as all bombs)
+def _safetensors(root: Path, honest: Path, draw: random.Random) -> Path:
     root.mkdir()
     entry: dict[str, Any] = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
     count = draw.choice((100, 20_000, 100_000))
@@ -230,25 +229,23 @@ def _manifest(root: Path, honest: Path, draw: random.Random) -> Path:
 
 def _tree_bomb(draw: random.Random) -> Callable[[Any], None]:
     numbers = draw.choice(([1 + each * MODULUS for each in range(20_000)], colliding_numbers(20_000)))
-    value = '{"value":0}'
-    names = "".join(f'{{"type":["namedtuple","N{each}",{{"dict":[["f{each}",{value}]]}}]}},' for each in range(5000))
-    trees = (
-        lambda: "[" * 100_000,
-        lambda: '{"list":[' * 5000 + value + "]}" * 5000,
-        lambda: '{"list":[%s]}' % ",".join(['{"list":[]}'] * draw.choice((1000, 200_000))),
-        lambda: '{"dict":[%s]}' % ",".join(f"[{each},{value}]" for each in numbers),
-        lambda: '{"set":[%s]}' % ",".join(f'{{"value":{each}}}' for each in numbers),
-        lambda: '{"set":[%s]}' % ",".join('{"complex":["%d","%d"]}' % (each, each) for each in range(20_000)),
-        lambda: '{"list":[%s%s]}' % (names, value),
-        lambda: '{"value":%s}' % ("9" * 100_000),
-        lambda: '{"bytes":"%s"}' % ("AAAA" * 100_000),
-        lambda: '{"range":[0,%d,1]}' % (1 << 60),
-        lambda: '{"BytesIO":["AAAA",%d]}' % (1 << 60),
-        lambda: '{"type":["PerClient",%d,{"dict":[[0,%s]]}]}' % (1 << 40, value),
-        lambda: '{"type":["deque",%d,{"list":[%s]}]}' % (1 << 40, value),
-        lambda: '{"torch.Size":[%s]}' % ",".join(["1"] * 100_000),
+    value: dict[str, Any] = {"value": 0}
+    trees: tuple[Callable[[], Any], ...] = (
+        lambda: {"list": [{"list": []}] * draw.choice((1000, 200_000))},
+        lambda: {"dict": [[each, value] for each in numbers]},
+        lambda: {"set": [{"value": each} for each in numbers]},
+        lambda: {"set": [{"complex": [str(each), str(each)]} for each in range(20_000)]},
+        lambda: {"list": [{"type": ["namedtuple", f"N{each}", {"dict": [["f", value]]}]} for each in range(5000)]},
+        lambda: {"type": ["namedtuple", "N", {"dict": [[f"f{each}", value] for each in range(50_000)]}]},
+        lambda: {"bytes": "AAAA" * 100_000},
+        lambda: {"range": [0, 1 << 60, 1]},
+        lambda: {"BytesIO": ["AAAA", 1 << 60]},
+        lambda: {"type": ["PerClient", 1 << 40, {"dict": [[0, value]]}]},
+        lambda: {"type": ["deque", 1 << 40, {"list": [value]}]},
+        lambda: {"torch.Size": [1] * 100_000},
     )
-    tree = draw.choice(trees)().encode()
+    texts = ("[" * 100_000, '{"list":[' * 5000 + '{"value":0}' + "]}" * 5000, '{"value":' + "9" * 100_000 + "}")
+    tree = draw.choice((*texts, *(json.dumps(made()) for made in draw.sample(trees, 3)))).encode()
     return lambda message: setattr(message, "tree", tree)
 
 
@@ -296,7 +293,9 @@ def _database(root: Path, honest: Path, draw: random.Random) -> Path:
     shutil.copytree(honest / "ocdbt", root)
     packed = bytes(numcodecs.zstd.compress(bytes(512 << 20), 3))
     body = b"\x0c\xdb\x3a\x2a" + struct.pack("<Q", 14 + len(packed) + 4) + b"\0\1" + packed
-    file = draw.choice(sorted(each for each in (root / STEP).rglob("*") if each.is_file() and each.name != MANIFEST_NAME))
+    file = draw.choice(
+        sorted(each for each in (root / STEP).rglob("*") if each.is_file() and each.name != MANIFEST_NAME)
+    )
     file.write_bytes(body + bytes(4))
     return root / STEP
 

@@ -1,4 +1,4 @@
-"""Pickles of a few bytes that ask for far more, and the files of PyTorch that hold them; for `support.hostile_files`."""
+"""Pickles of a few bytes that ask for far more, and files of PyTorch that hold them; see `support.hostile_files`."""
 
 from __future__ import annotations
 
@@ -142,7 +142,12 @@ def _long_number(draw: random.Random) -> Program:
 
 def _arrays(draw: random.Random) -> Program:
     """Many arrays of numpy made of the same bytes."""
-    dtype = call("numpy.dtype", text("u1"), b"K\0", b"K\1") + b"(K\3" + text("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb"
+    dtype = (
+        call("numpy.dtype", text("u1"), b"K\0", b"K\1")
+        + b"(K\3"
+        + text("|")
+        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0tb"
+    )
     nbytes = draw.choice((1000, 1 << 20))
     state = b"(K\1(" + number(nbytes) + b"t" + dtype + b"\x89B" + struct.pack("<I", nbytes) + bytes(nbytes) + b"tq\0"
     one = call("numpy.core.multiarray._reconstruct", b"cnumpy\nndarray\n", b"(K\0t", b"C\1b") + b"h\0b"
@@ -151,12 +156,26 @@ def _arrays(draw: random.Random) -> Program:
 
 def _calls(draw: random.Random) -> Program:
     many = b"](" + b"N" * draw.choice((1000, 1 << 20)) + b"e"
-    name = draw.choice(("collections.deque", "collections.OrderedDict", "torch.Size", "builtins.complex", "datetime.date"))
+    name = draw.choice(
+        ("collections.deque", "collections.OrderedDict", "torch.Size", "builtins.complex", "datetime.date")
+    )
     return b"(" + call(name, many) + b"q\0" + b"h\0" * draw.choice((10, 10_000)) + b"l"
 
 
 TREES: list[Callable[[random.Random], Program]] = [
-    *(_sets, _one_text, _laughs, _laughing_dicts, _hashes, _hashed_tuples, _one_shape, _one_state, _names, _memo, _deep),
+    *(
+        _sets,
+        _one_text,
+        _laughs,
+        _laughing_dicts,
+        _hashes,
+        _hashed_tuples,
+        _one_shape,
+        _one_state,
+        _names,
+        _memo,
+        _deep,
+    ),
     *(_expanded, _aliases, _long_number, _arrays, _calls),
 ]
 """What makes the pickles of trees."""
@@ -237,8 +256,10 @@ def dcp_bomb(folder: Path, draw: random.Random) -> None:
         tensors, stored = text("w") + described(size(2), whole), b"".join(places * count)
     elif kind == "fields":
         state = b"}(" + b"".join(text(name) + b"N" for name in names) + b"uq\0"
-        tensors = state + b"0" + b"".join(
-            text(name) + _empty(f"{DCP}.metadata.TensorStorageMetadata") + b"h\0b" for name in names
+        tensors = (
+            state
+            + b"0"
+            + b"".join(text(name) + _empty(f"{DCP}.metadata.TensorStorageMetadata") + b"h\0b" for name in names)
         )
     folder.mkdir()
     (folder / "__0_0.distcp").write_bytes(stream)

@@ -32,19 +32,19 @@ WORK_NBYTES = 256 << 20
 """What a sound checkpoint may take: libraries that a command loads, and its bound on tensors in memory."""
 _BATCH = 25
 COMMANDS: dict[str, Callable[[Path, Path, Path], list[str]]] = {
-    "inspect": lambda path, sound, new: ["inspect", str(path)],  # noqa: ARG005  (called alike)
-    "inspect --json": lambda path, sound, new: ["inspect", "--json", str(path)],  # noqa: ARG005
-    "verify": lambda path, sound, new: ["verify", str(path)],  # noqa: ARG005
-    "diff": lambda path, sound, new: ["diff", str(path), str(sound)],  # noqa: ARG005
-    "cat": lambda path, sound, new: ["cat", "--stats", "--max-memory", "64MiB", str(path), "w"],  # noqa: ARG005
-    "convert": lambda path, sound, new: [  # noqa: ARG005
+    "inspect": lambda path, sound, new: ["inspect", str(path)],
+    "inspect --json": lambda path, sound, new: ["inspect", "--json", str(path)],
+    "verify": lambda path, sound, new: ["verify", str(path)],
+    "diff": lambda path, sound, new: ["diff", str(path), str(sound)],
+    "cat": lambda path, sound, new: ["cat", "--stats", "--max-memory", "64MiB", str(path), "w"],
+    "convert": lambda path, sound, new: [
         *("convert", str(path), str(new / "converted.safetensors"), "--max-memory", "64MiB")
     ],
-    "reshard": lambda path, sound, new: [  # noqa: ARG005
+    "reshard": lambda path, sound, new: [
         *("reshard", str(path), str(new / "resharded"), "--mesh", "x=2", "--max-memory", "64MiB")
     ],
-    "ls": lambda path, sound, new: ["ls", str(path.parent)],  # noqa: ARG005
-    "gc": lambda path, sound, new: ["gc", str(path.parent), "--keep", "1"],  # noqa: ARG005
+    "ls": lambda path, sound, new: ["ls", str(path.parent)],
+    "gc": lambda path, sound, new: ["gc", str(path.parent), "--keep", "1"],
 }
 """By name, the arguments of a command, given the checkpoint, a sound one, and a folder for what is written."""
 NAMES = (*COMMANDS, "restore")
