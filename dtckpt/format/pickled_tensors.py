@@ -77,8 +77,8 @@ class StorageView:
     storage_nbytes: int
 
     def __post_init__(self) -> None:
+        numbers = (self.offset, self.storage_nbytes, *self.shape, *self.strides)
         is_sane = len(self.shape) == len(self.strides) and len(self.shape) <= MAX_RANK
-        numbers = (self.offset, self.storage_nbytes, *self.shape, *self.strides) if is_sane else ()
         if not is_sane or any(type(number) is not int or not 0 <= number <= _MAX_NUMBER for number in numbers):
             raise CheckpointCorruptError("a tensor of the checkpoint has a malformed shape or place")
         if 0 not in self.shape and self.stop > self.storage_nbytes:
