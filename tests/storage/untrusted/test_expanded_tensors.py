@@ -104,7 +104,7 @@ def test_values_that_share_their_bytes(tmp_path):
     stored = b"".join(place(name, b"N", len(stream)) for name in names)
     (tmp_path / ".metadata").write_bytes(metadata(tensors, stored))
     (tmp_path / "__0_0.distcp").write_bytes(stream)
-    with pytest.raises(CheckpointCorruptError, match="share bytes of __0_0.distcp"):
+    with pytest.raises(CheckpointCorruptError, match=r"share bytes of __0_0\.distcp"):
         dtckpt.open_checkpoint(tmp_path)
 
 
@@ -124,7 +124,7 @@ def test_a_conversion_that_does_not_fit_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(new_files.shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
     written = []
     monkeypatch.setattr("dtckpt.checkpoint.converting.files_target.FileWriter", written.append)
-    with pytest.raises(StorageFullError, match="1.0 MiB are free, and 4.0 MiB are needed"):
+    with pytest.raises(StorageFullError, match=r"1\.0 MiB are free, and 4\.0 MiB are needed"):
         dtckpt.convert(tmp_path / "s", tmp_path / "m.safetensors")
     assert not written
     assert [each.name for each in tmp_path.iterdir()] == ["s"]
