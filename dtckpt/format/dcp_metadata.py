@@ -12,7 +12,6 @@ Each item is a stream of ``torch.save`` within one of the ``.distcp`` files, and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,7 +174,7 @@ def _tensor(name: str, facts: Any, items: Mapping[Any, Any], where: str, budget:
         region = Region(_sizes(box["offsets"]), _sizes(box["sizes"]))
         if not region.is_empty:
             chunks.append((region, _item(items, (name, region.offset), where)))
-    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    nbytes = sum(region.numel for region, _ in chunks) * DTYPES[dtype].itemsize
     if is_expanded_too_far(nbytes, stored := sum(item.nbytes for _, item in chunks)):
         raise TreeError(f"cannot read tensor {name[:200]!r}: of its {nbytes} bytes, {stored} are stored")
     return DcpTensor(dtype, shape, tuple(chunks))

@@ -188,7 +188,9 @@ class ForeignIndex:
         if sorted(trees.tensor_names(self.structure)) != sorted(self.tensors):
             raise CheckpointCorruptError("the checkpoint contradicts itself: its tree does not name every tensor once")
         # Here, for all readers: several tensors may be made of the same bytes, and one of the same bytes many times.
-        nbytes = sum(tensor.nbytes for tensor in self.tensors.values() if tensor.pieces)
+        nbytes = sum(
+            piece.region.numel * tensor.itemsize for tensor in self.tensors.values() for piece in tensor.pieces
+        )
         if is_expanded_too_far(nbytes, stored := sum(self.file_nbytes().values())):
             raise CheckpointCorruptError(
                 f"the checkpoint does not hold what its index says: {nbytes} bytes of tensors would be made of "

@@ -85,6 +85,15 @@ def test_a_tree_that_does_not_name_the_tensors():
             ForeignIndex("any", {"w": tensor()}, structure)
 
 
+def test_a_tensor_of_which_a_small_part_was_saved_is_no_expanded_one():
+    shape = (1 << 20, 1 << 20)
+    part = ForeignTensor("w", shape, "float32", (piece((0, 0), (4, 4)),))
+    assert not ForeignIndex("any", {"w": part}, {"tensor": "w"}).tensors["w"].is_whole
+    whole = ForeignTensor("w", shape, "float32", (piece((0, 0), shape, strides=(0, 0)),))
+    with pytest.raises(CheckpointCorruptError, match="would be made of 4 bytes"):
+        ForeignIndex("any", {"w": whole}, {"tensor": "w"})
+
+
 @pytest.mark.parametrize("compared", [1, 7, 1 << 20])
 def test_overlaps_are_found_as_by_comparing_all_pairs(monkeypatch, compared):
     monkeypatch.setattr(stored_pieces, "_COMPARED", compared)
