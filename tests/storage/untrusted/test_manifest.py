@@ -70,10 +70,10 @@ def test_what_was_never_saved_takes_no_memory(saved):
 def test_verify_ends_after_many_damages(saved):
     """A manifest of 8 MB names a million chunks that are missing; to read it again for each would take a day."""
     change_manifest(saved, resize_tensor("small", (1 << 40,), (1 << 20,)))
-    start = time.monotonic()
+    start = time.process_time()
     with dtckpt.open_checkpoint(saved) as checkpoint:
         damages = checkpoint.verify().damages
-    assert time.monotonic() - start < 60
+    assert time.process_time() - start < 60
     assert MAX_DAMAGES <= len(damages) < MAX_DAMAGES + 10
     assert any("the rest was not read" in damage.reason for damage in damages)
 
