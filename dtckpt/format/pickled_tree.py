@@ -22,11 +22,10 @@ from dtckpt.format.pickle_syntax import Call, Global, Pairs
 from dtckpt.format.pickled_tensors import StorageView, is_tensor, tensor_view
 from dtckpt.format.pickled_values import ARRAYS, plain_value, read_array, refusal
 from dtckpt.format.plain_values import encode_hashable, encode_value, is_plain
-from dtckpt.format.read_budget import NODE_NBYTES, TENSOR_NBYTES, ReadBudget
+from dtckpt.format.read_budget import NODE_NBYTES, STEP_NBYTES, TENSOR_NBYTES, ReadBudget
 
 Leaf = StorageView | np.ndarray[Any, Any]
 
-_SLOT_NBYTES = 8
 _SMALL_INTS: list[trees.Node] = [{"value": number} for number in range(257)]
 _CONSTANTS: dict[bool | None, trees.Node] = {value: {"value": value} for value in (None, False, True)}
 
@@ -76,7 +75,7 @@ class _Walk:
         kind = type(value)
         # Most values of long lists are such, and their nodes may be shared.
         if value is None or kind is bool or (kind is int and 0 <= value < len(_SMALL_INTS)):
-            self.budget.take(_SLOT_NBYTES)
+            self.budget.take(STEP_NBYTES)
             return _SMALL_INTS[value] if kind is int else _CONSTANTS[value]
         where = "/".join(path)
         self.budget.take(NODE_NBYTES + len(where))

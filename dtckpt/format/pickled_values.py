@@ -20,12 +20,10 @@ from dtckpt.errors import CheckpointVersionError, TreeError
 from dtckpt.format.hash_work import validate_hashes
 from dtckpt.format.pickle_syntax import Call, Global, Pairs, Persistent
 from dtckpt.format.plain_values import NUMPY_TYPES, decode_value
-from dtckpt.format.read_budget import NODE_NBYTES, ReadBudget
+from dtckpt.format.read_budget import NODE_NBYTES, STEP_NBYTES, ReadBudget
 
 MAX_DEPTH = 16
 """Deepest nesting of a plain value, as of tuples in a set."""
-
-_SLOT_NBYTES = 8
 
 Maker = Callable[[Sequence[Any], Any], Any]
 """Makes a value of the arguments of a call and the state of its result. A set's items are its last argument."""
@@ -53,7 +51,7 @@ def plain_value(value: Any, where: str, budget: ReadBudget, depth: int = 0) -> A
     if depth > MAX_DEPTH:
         raise TreeError(f"the value at {where[:200]!r} is deeper than {MAX_DEPTH} levels")
     if kind is list or kind is tuple:
-        budget.take(_SLOT_NBYTES * len(value))
+        budget.take(STEP_NBYTES * len(value))
         return kind(plain_value(item, where, budget, depth + 1) for item in value)
     if kind is Global:
         return _constant(value, where)

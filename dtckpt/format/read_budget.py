@@ -22,6 +22,8 @@ MULTIPLE = 64
 """Bytes of objects per byte of a file. Long lists of short numbers need most of it: a node takes `NODE_NBYTES`."""
 NODE_NBYTES = 160
 """Bytes of a node of a state tree, about."""
+STEP_NBYTES = 32
+"""What a value counts for that takes no memory, as None: to look at it takes time."""
 TENSOR_NBYTES = 1024
 """Bytes of what describes a tensor or a piece of one, about."""
 

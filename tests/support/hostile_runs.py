@@ -3,7 +3,7 @@
     python -m support.hostile_runs --mutations 10000 --bombs 200
 
 runs all, and prints the worst cases. A case fails if a command takes more memory than `allowed_nbytes`, more time than
-`PATIENCE_S`, reports an internal error, or ends the process.
+`allowed_s`, reports an internal error, or ends the process.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from dtckpt.format.read_budget import FLOOR_NBYTES, MULTIPLE, UNEXPANDED_NBYTES
 from support import forkserver
 
 PATIENCE_S = 30
-"""Seconds of the processor that a command may take, and half of those that it may take by the clock."""
+PATIENCE_S_PER_MB = 60
+"""A hundred thousand tensors have a header of some MB, and to write them takes a minute."""
 WORK_NBYTES = 256 << 20
 """What a sound checkpoint may take: libraries that a command loads, and its bound on tensors in memory."""
 _BATCH = 25
-_SLICE = 1000
+_SLICE = 100
 COMMANDS: dict[str, Callable[[Path, Path, Path], list[str]]] = {
     "inspect": lambda path, sound, new: ["inspect", str(path)],
     "inspect --json": lambda path, sound, new: ["inspect", "--json", str(path)],
@@ -79,12 +80,21 @@ class Run:
     def is_fine(self) -> bool:
         """Whether it kept all bounds."""
         is_known = isinstance(self.code, int) and self.code != ExitCode.INTERNAL
-        return is_known and self.seconds < PATIENCE_S and self.grown_nbytes < allowed_nbytes(self.file_nbytes)
+        return (
+            is_known
+            and self.seconds < allowed_s(self.file_nbytes)
+            and self.grown_nbytes < allowed_nbytes(self.file_nbytes)
+        )
 
 
 def allowed_nbytes(file_nbytes: int) -> int:
     """Return how much memory may be taken for files of this size: what is made of them, and a copy of it as text."""
     return WORK_NBYTES + UNEXPANDED_NBYTES + 2 * (FLOOR_NBYTES + MULTIPLE * file_nbytes)
+
+
+def allowed_s(file_nbytes: int) -> float:
+    """Return how many seconds of the processor a command may take, and half of those that it may take by the clock."""
+    return PATIENCE_S + PATIENCE_S_PER_MB * file_nbytes / 1e6
 
 
 def run_all(folder: Path, kind: str, cases: range, commands: int, seed: int) -> Iterator[Run]:
@@ -105,9 +115,9 @@ def run_all(folder: Path, kind: str, cases: range, commands: int, seed: int) -> 
         reader, writer = forkserver.Pipe(duplex=False)
         child = forkserver.start(_run_batch, writer, str(folder), kind, left[:_BATCH], commands, seed)
         writer.close()
-        begun: tuple[int, str] | None = None
+        begun: tuple[int, str, int] | None = None
         try:
-            while reader.poll(2 * PATIENCE_S):
+            while reader.poll(2 * allowed_s(begun[2] if begun else 0)):
                 message = reader.recv()
                 if isinstance(message, Run):
                     yield message
@@ -122,7 +132,7 @@ def run_all(folder: Path, kind: str, cases: range, commands: int, seed: int) -> 
         child.kill()
         child.join()
         assert begun is not None
-        yield Run(begun[0], kind, "", 0, begun[1], f"ended with {child.exitcode}", 2.0 * PATIENCE_S, 0)
+        yield Run(begun[0], kind, "", begun[2], begun[1], f"ended with {child.exitcode}", 0.0, 0)
         left.remove(begun[0])
 
 
@@ -134,7 +144,7 @@ def _prepare(folder: str) -> None:
 
 
 def _run_batch(writer: Any, folder: str, kind: str, cases: list[int], commands: int, seed: int) -> None:
-    """Run the commands on some cases; send each `Run`, and before it its case and command, and at last the case."""
+    """Run the commands on some cases; send each `Run`, before it what begins, and at last the case."""
     from support import hostile_files
 
     write = hostile_files.write_bomb if kind == "bomb" else hostile_files.write_mutation
@@ -147,7 +157,7 @@ def _run_batch(writer: Any, folder: str, kind: str, cases: list[int], commands: 
             path = write(Path(name, "root"), honest, draw)
             nbytes = sum(file.stat().st_size for file in Path(name, "root").rglob("*") if file.is_file())
             for command in draw.sample(NAMES, min(commands, len(NAMES))):
-                writer.send((case, command))
+                writer.send((case, command, nbytes))
                 new = Path(name, "new")
                 new.mkdir()
                 code, seconds, grown = _measured(command, path, honest / "ocdbt" / hostile_files.STEP, new)
