@@ -80,11 +80,8 @@ class Run:
     def is_fine(self) -> bool:
         """Whether it kept all bounds."""
         is_known = isinstance(self.code, int) and self.code != ExitCode.INTERNAL
-        return (
-            is_known
-            and self.seconds < allowed_s(self.file_nbytes)
-            and self.grown_nbytes < allowed_nbytes(self.file_nbytes)
-        )
+        is_quick = self.seconds < allowed_s(self.file_nbytes)
+        return is_known and is_quick and self.grown_nbytes < allowed_nbytes(self.file_nbytes)
 
 
 def allowed_nbytes(file_nbytes: int) -> int:
