@@ -72,9 +72,7 @@ def test_workers_of_a_loader_that_get_the_signal_too(tmp_path, start):
         assert job.returncode == -signal.SIGTERM
         assert "SIGTERM came, but the training loop failed" in errors.read_text()
         # PyTorch raises the last two if a worker dies while it hands over a batch.
-        assert re.search(
-            r"The failure: (RuntimeError\('DataLoader worker|ConnectionResetError|EOFError)", errors.read_text()
-        )
+        assert re.search(r"The failure: (RuntimeError\('DataLoader worker|ConnectionResetError|EOFError)", errors.read_text())
     else:
         assert (output, job.returncode) == ("True\n", 0), errors.read_text()
 
