@@ -12,13 +12,16 @@ Each item is a stream of ``torch.save`` within one of the ``.distcp`` files, and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dtckpt.errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointVersionError, TreeError
 from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.grid import MAX_RANK
+from dtckpt.format.hash_work import validate_hashes
 from dtckpt.format.pickle_syntax import Call, Global, Pairs, parse_pickle
+from dtckpt.format.read_budget import TENSOR_NBYTES, ReadBudget, is_expanded_too_far
 from dtckpt.format.stored_pieces import is_file_name
 from dtckpt.layout.region import Region
 
@@ -41,6 +44,9 @@ _CHUNK = f"{_PACKAGE}.metadata.ChunkStorageMetadata"
 _INDEX = f"{_PACKAGE}.metadata.MetadataIndex"
 _INFO = f"{_PACKAGE}.filesystem._StorageInfo"
 _MAX_NUMBER = 1 << 62
+_MAX_FIELDS = 64
+"""Bound on the fields of an object; PyTorch's have five at most."""
+_KEY_NBYTES = 32
 
 Path = tuple[str | int, ...]
 
@@ -116,18 +122,21 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
             f"{where} marks a checkpoint of dtckpt, and its manifest is not there; pass the directory or URL that the "
             "checkpoint was saved to, or a copy of all files in it"
         )
-    value = parse_pickle(data, where)
+    budget = ReadBudget(where)
+    value = parse_pickle(data, where, budget)
     try:
-        return _metadata(value, where)
+        return _metadata(value, where, budget)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointCorruptError | CheckpointVersionError):
             raise
         raise CheckpointCorruptError(f"{where} is malformed: {str(error)[:200]}; restore another checkpoint") from error
 
 
-def _metadata(value: Any, where: str) -> DcpMetadata:
+def _metadata(value: Any, where: str, budget: ReadBudget) -> DcpMetadata:
     metadata = _fields(value, _METADATA)
-    items = {_key(index): info for index, info in _pairs(metadata["storage_data"])}
+    stored = [(_key(index), info) for index, info in _pairs(metadata["storage_data"])]
+    validate_hashes([key for key, _ in stored])
+    items = dict(stored)
     tensors: dict[str, DcpTensor] = {}
     values: dict[str, StoredItem] = {}
     refused: dict[str, TreeError] = {}
@@ -136,7 +145,7 @@ def _metadata(value: Any, where: str) -> DcpMetadata:
             if _name(facts) == _BYTES:
                 values[_text(name)] = _item(items, (name, None), where)
             else:
-                tensors[_text(name)] = _tensor(name, facts, items, where)
+                tensors[_text(name)] = _tensor(name, facts, items, where, budget)
         except TreeError as error:
             refused[name] = error
     names = [*tensors, *values, *refused]
@@ -144,12 +153,14 @@ def _metadata(value: Any, where: str) -> DcpMetadata:
         raise ValueError("it names a tensor twice")
     planned = metadata.get("planner_data")
     given = {name: path for name, path in planned if type(name) is str} if type(planned) is Pairs else {}
-    paths = {name: _path(given.get(name), name) for name in names}
+    paths = {name: _path(given.get(name), name, budget) for name in names}
+    validate_hashes(paths.values())
+    validate_hashes([key for path in paths.values() for key in path if type(key) is int])
     files = frozenset(_text(_fields(info, _INFO)["relative_path"]) for info in items.values())
     return DcpMetadata(tensors, values, paths, refused, files)
 
 
-def _tensor(name: str, facts: Any, items: Mapping[Any, Any], where: str) -> DcpTensor:
+def _tensor(name: str, facts: Any, items: Mapping[Any, Any], where: str, budget: ReadBudget) -> DcpTensor:
     tensor = _fields(facts, _TENSOR)
     # dtype, layout, requires_grad, memory_format, pin_memory
     dtype = tensor["properties"]
@@ -161,10 +172,14 @@ def _tensor(name: str, facts: Any, items: Mapping[Any, Any], where: str) -> DcpT
     shape = _sizes(tensor["size"])
     chunks = []
     for chunk in tensor["chunks"]:
+        budget.take(TENSOR_NBYTES)
         box = _fields(chunk, _CHUNK)
         region = Region(_sizes(box["offsets"]), _sizes(box["sizes"]))
         if not region.is_empty:
             chunks.append((region, _item(items, (name, region.offset), where)))
+    nbytes = sum(region.numel for region, _ in chunks) * DTYPES[dtype].itemsize
+    if is_expanded_too_far(nbytes, stored := sum(item.nbytes for _, item in chunks)):
+        raise TreeError(f"cannot read tensor {name[:200]!r}: of its {nbytes} bytes, {stored} are stored")
     return DcpTensor(dtype, shape, tuple(chunks))
 
 
@@ -193,11 +208,13 @@ def _item(items: Mapping[Any, Any], key: tuple[str, tuple[int, ...] | None], whe
     return StoredItem(file, _number(info["offset"]), _number(info["length"]))
 
 
-def _path(path: Any, name: str) -> Path:
+def _path(path: Any, name: str, budget: ReadBudget) -> Path:
     if path is None:
         return (name,)
     if type(path) is not tuple or not path or any(type(key) not in (str, int) for key in path):
         raise TypeError(f"the path of {name[:80]!r} is no tuple of keys")
+    # Paths of many tensors may share one text, and are joined.
+    budget.take(sum(len(key) if type(key) is str else _KEY_NBYTES for key in path))
     return path
 
 
@@ -205,6 +222,8 @@ def _sizes(value: Any) -> tuple[int, ...]:
     if _name(value) != "torch.Size":
         raise TypeError("a shape is no torch.Size")
     (sizes,) = value.arguments
+    if len(sizes) > MAX_RANK:
+        raise ValueError(f"a shape has {len(sizes)} dims")
     return tuple(map(_number, sizes))
 
 
@@ -221,7 +240,7 @@ def _text(value: Any) -> str:
     return value
 
 
-def _pairs(value: Any) -> Iterable[tuple[Any, Any]]:
+def _pairs(value: Any) -> Pairs:
     if type(value) is not Pairs:
         raise TypeError(f"{type(value).__name__} where a dict should be")
     return value
@@ -234,7 +253,11 @@ def _fields(value: Any, kind: str) -> dict[str, Any]:
             f"the checkpoint's .metadata holds {_name(value)[:120] or type(value).__name__}, expected {kind}; upgrade "
             "dtckpt, or convert the checkpoint with the library that wrote it"
         )
-    return {name: field for name, field in _pairs(value.state) if type(name) is str}
+    pairs = _pairs(value.state)
+    # Many objects may have the same state.
+    if len(pairs) > _MAX_FIELDS:
+        raise ValueError(f"{kind} has {len(pairs)} fields")
+    return {name: field for name, field in pairs if type(name) is str}
 
 
 def _name(value: Any) -> str:

@@ -26,6 +26,7 @@ from dtckpt.format.codecs import CODECS, NO_CODEC
 from dtckpt.format.digest import Blocks, bytes_digest
 from dtckpt.format.dtypes import validate_dtype
 from dtckpt.format.grid import ChunkGrid
+from dtckpt.format.hash_work import validate_hashes
 from dtckpt.format.names import is_path_of
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
@@ -353,8 +354,9 @@ def costs_from_proto(clients: Sequence[int], phases: Iterable[checkpoint_pb2.Pha
         phases: The messages.
 
     Raises:
-        ValueError: The lists of a message are not as long as ``clients``.
+        ValueError: The lists of a message are not as long as ``clients``, or the clients are chosen to take long.
     """
+    validate_hashes(clients)
     costs: dict[int, dict[str, PhaseCost]] = {client: {} for client in clients}
     for column in phases:
         for client, microseconds, nbytes in zip(clients, column.microseconds, column.nbytes, strict=True):
@@ -429,6 +431,7 @@ def _entry(
 def _kind(message: checkpoint_pb2.TensorEntry, name: str, num_digests: int, meshes: Sequence[Mesh]) -> ArrayKind:
     """Parse the part of a tensor's message that all tensors of a kind share. Raises: as `_entry`."""
     grid = ChunkGrid(tuple(message.shape), tuple(message.chunk_shape))
+    validate_hashes(message.missing)
     missing = frozenset(message.missing)
     # A chunk larger than its tensor would make a reader take memory for elements that do not exist.
     if any(chunk > max(1, size) for chunk, size in zip(grid.chunk_shape, grid.shape, strict=True)):

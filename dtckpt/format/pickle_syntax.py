@@ -9,7 +9,8 @@ lists and tuples as they are, and stand-ins for the rest::
 What a name means is for the reader of the stand-ins to say, by a closed table (`dtckpt.format.pickled_values`).
 
 Objects that the program refers to twice are one object here, too. So the result may contain itself, and a walk along
-all of its paths may never end: whoever walks it counts levels and steps.
+all of its paths may never end: whoever walks it counts levels and steps. An opcode of one byte can make an object of a
+hundred, so what is made is drawn from a budget (`dtckpt.format.read_budget`).
 
 The opcodes are those of protocols 2 to 5, as Python writes them (documented in Python's `pickletools`). Those of
 Python's extension registry, of buffers outside the pickle, and of protocols 0 and 1 alone are refused.
@@ -23,11 +24,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtckpt.errors import CheckpointCorruptError
+from dtckpt.format.read_budget import ReadBudget
 
 MAX_PICKLE_NBYTES = 512 << 20
 """Longest pickle that is read; the metadata of a million chunks has a tenth of that."""
-MAX_STEPS = 1 << 26
-"""Bound on the opcodes of a pickle. One takes one byte at least, and makes one small object at most."""
+_BATCH_NBYTES = 64 << 10
+"""Bytes of objects that are drawn from the budget at a time."""
+_SLOT_NBYTES = 16
+"""Bytes of a place on the stack, and of one in a container."""
+_PAIR_NBYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +89,27 @@ class Persistent:
     key: Any
 
 
-def parse_pickle(data: bytes | memoryview, where: str) -> Any:
+def parse_pickle(data: bytes | memoryview, where: str, budget: ReadBudget | None = None) -> Any:
     """Return the value of a pickle, with stand-ins for all that only code could make.
 
     Args:
         data: The pickle.
         where: The file, for messages.
+        budget: Bounds what is made, and grows by the bytes of the pickle. Default: one for this pickle alone.
 
     Raises:
-        CheckpointCorruptError: It is cut short or malformed, uses opcodes that PyTorch does not, or is too long.
+        CheckpointCorruptError: It is cut short or malformed, uses opcodes that PyTorch does not, or is too long; or it
+            makes far more than its bytes.
     """
     if len(data) > MAX_PICKLE_NBYTES:
         raise _malformed(where, f"it has {len(data)} bytes, expected at most {MAX_PICKLE_NBYTES}")
-    machine = _Machine(bytes(data))
+    budget = ReadBudget(where) if budget is None else budget
+    budget.grow(len(data))
+    machine = _Machine(bytes(data), budget)
     try:
         return machine.run()
+    except CheckpointCorruptError:
+        raise
     except (IndexError, KeyError, OverflowError, TypeError, ValueError, struct.error) as error:
         raise _malformed(where, f"at byte {machine.position}: {error}") from error
 
@@ -110,26 +121,33 @@ def _malformed(where: str, reason: str) -> CheckpointCorruptError:
 class _Machine:
     """The stack machine; each method that `_OPERATIONS` names runs one opcode."""
 
-    __slots__ = ("data", "marks", "memo", "position", "stack")
+    __slots__ = ("budget", "data", "made", "marks", "memo", "position", "stack")
 
-    def __init__(self, data: bytes) -> None:
+    def __init__(self, data: bytes, budget: ReadBudget) -> None:
         self.data = data
+        self.budget = budget
+        self.made = 0
+        """Bytes that were made and not yet drawn from the budget."""
         self.position = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
         """Positions in the stack where a series of items begins."""
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []
+        """By number, the objects that later opcodes refer to. No dict: the pickle chooses the numbers."""
 
     def run(self) -> Any:
         """Run the program to its end; return the value on the stack."""
-        data, operations = self.data, _OPERATIONS
-        for _ in range(MAX_STEPS):
+        data, operations, sizes = self.data, _OPERATIONS, _NBYTES
+        while True:
             code = data[self.position]
             self.position += 1
+            self.made += sizes[code]
+            if self.made > _BATCH_NBYTES or code == _STOP:
+                self.budget.take(self.made)
+                self.made = 0
             if code == _STOP:
                 return self.stack.pop()
             operations[code](self)
-        raise ValueError(f"more than {MAX_STEPS} opcodes")
 
     def take(self, count: int) -> bytes:
         """Return the next bytes of the program."""
@@ -154,6 +172,7 @@ class _Machine:
         start = self.marks.pop()
         items = self.stack[start:]
         del self.stack[start:]
+        self.made += _SLOT_NBYTES * len(items)
         return items
 
     def drop_marked(self) -> None:
@@ -190,6 +209,7 @@ class _Machine:
 
     def set_items(self, items: list[Any] | None = None) -> None:
         flat = self.pop_marked() if items is None else items
+        self.made += _PAIR_NBYTES * len(flat) // 2
         target = self.stack[-1]
         if type(target) is Call:
             target.pairs.extend(_paired(flat))
@@ -205,13 +225,15 @@ class _Machine:
         self.stack.append(self.pop_marked())
 
     def make_dict(self) -> None:
-        self.stack.append(Pairs(_paired(self.pop_marked())))
+        items = self.pop_marked()
+        self.stack.append(Pairs())
+        self.set_items(items)
 
     def make_set(self) -> None:
-        self.stack.append(Call(Global("builtins.set")))
+        self.stack.append(Call(_SET))
 
     def make_frozenset(self) -> None:
-        self.stack.append(Call(Global("builtins.frozenset"), (self.pop_marked(),)))
+        self.stack.append(Call(_FROZENSET, (self.pop_marked(),)))
 
     def call(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
@@ -235,13 +257,27 @@ class _Machine:
         name, module = self.stack.pop(), self.stack.pop()
         if not (type(name) is type(module) is str):
             raise TypeError("a name is no string")
+        self.made += len(module) + len(name)
         self.stack.append(Global(f"{module}.{name}"))
 
     def refer_outside(self) -> None:
         self.stack.append(Persistent(self.stack.pop()))
 
     def memoize(self) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
+        self.memo.append(self.stack[-1])
+
+    def memoize_as(self, number: int) -> None:
+        """Note an object under a number. Python counts up; a pickle that was optimized leaves numbers out."""
+        if number > len(self.data):
+            raise ValueError(f"object {number} of {len(self.data)} bytes")
+        self.memo.extend([_ABSENT] * (number + 1 - len(self.memo)))
+        self.memo[number] = self.stack[-1]
+
+    def recall(self, number: int) -> None:
+        """Push the object of a number."""
+        if self.memo[number] is _ABSENT:
+            raise KeyError(number)
+        self.stack.append(self.memo[number])
 
 
 def _call(function: Any, arguments: Any, keywords: Any = None) -> Call:
@@ -257,6 +293,9 @@ def _paired(items: list[Any]) -> list[tuple[Any, Any]]:
 _BYTE, _SHORT, _INT, _UINT = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<i"), struct.Struct("<I")
 _ULONG, _DOUBLE = struct.Struct("<Q"), struct.Struct(">d")
 _STOP = ord(".")
+_SET, _FROZENSET, _BYTEARRAY = (Global(f"builtins.{name}") for name in ("set", "frozenset", "bytearray"))
+_ABSENT = object()
+"""In place of an object that has no number."""
 
 
 def _constant(make: Callable[[], Any]) -> Callable[[_Machine], None]:
@@ -273,14 +312,11 @@ def _counted(length: struct.Struct, decode: Callable[[bytes], Any]) -> Callable[
 
 
 def _put(length: struct.Struct) -> Callable[[_Machine], None]:
-    def put(machine: _Machine) -> None:
-        machine.memo[machine.take_number(length)] = machine.stack[-1]
-
-    return put
+    return lambda machine: machine.memoize_as(machine.take_number(length))
 
 
 def _get(length: struct.Struct) -> Callable[[_Machine], None]:
-    return lambda machine: machine.stack.append(machine.memo[machine.take_number(length)])
+    return lambda machine: machine.recall(machine.take_number(length))
 
 
 def _tuple_of(count: int) -> Callable[[_Machine], None]:
@@ -323,7 +359,7 @@ _NAMED: dict[bytes, Callable[[_Machine], None]] = {
     b"C": _counted(_BYTE, bytes),
     b"B": _counted(_UINT, bytes),
     b"\x8e": _counted(_ULONG, bytes),
-    b"\x96": _counted(_ULONG, lambda data: Call(Global("builtins.bytearray"), (data,))),
+    b"\x96": _counted(_ULONG, lambda data: Call(_BYTEARRAY, (data,))),
     b"]": _constant(list),
     b"a": _Machine.append,
     b"e": _Machine.extend,
@@ -358,3 +394,13 @@ _NAMED: dict[bytes, Callable[[_Machine], None]] = {
     b"Q": _Machine.refer_outside,
 }
 _OPERATIONS = [_NAMED.get(bytes([code]), _unknown) for code in range(256)]
+
+_MADE: dict[int, bytes] = {
+    24: b"JG",
+    48: b"(\x8a\x8bQ",
+    64: b"XC\x8c\x8d\x8eB]lt\x85\x86\x87c\x93",
+    88: b"}ds",
+    256: b"R\x81\x92\x8f\x91\x96",
+}
+"""Bytes of the object that an opcode makes, about, beside its place and what the pickle itself has of it."""
+_NBYTES = [_SLOT_NBYTES + next((size for size, codes in _MADE.items() if code in codes), 0) for code in range(256)]

@@ -6,6 +6,7 @@ a storage, an offset and strides, in elements. A storage is a record of the file
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from dtckpt.errors import CheckpointCorruptError, TreeError
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import MAX_RANK
 from dtckpt.format.pickle_syntax import Call, Global, Pairs, Persistent
+from dtckpt.format.read_budget import is_expanded_too_far
 
 STORAGES = {
     "float64": "DoubleStorage",
@@ -37,6 +39,8 @@ _DTENSOR = "torch.distributed.tensor.DTensor"
 _MAX_NUMBER = 1 << 62
 _MAX_WRAPPED = 8
 """Bound on the calls around a tensor: a parameter with attributes has three."""
+_MAX_FIELDS = 64
+"""Bound on the fields of an object of PyTorch: each of many tensors may have the same long object."""
 
 REBUILDS = (
     "torch._utils._rebuild_tensor",
@@ -82,6 +86,11 @@ class StorageView:
                 f"a tensor of the checkpoint, of shape {self.shape}, would end at byte {self.stop} of storage "
                 f"{self.key[:80]!r}, which has {self.storage_nbytes}"
             )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor's elements, which may be more than the storage has."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     @property
     def start(self) -> int:
@@ -149,7 +158,14 @@ def _view(name: str, arguments: tuple[Any, ...], where: str) -> StorageView:
         raise _refusal(where, f"its dtype is {dtype or storage.key[1].name}")
     if not (type(shape) is type(strides) is tuple):
         raise _malformed(where, "its shape is no tuple")
-    return StorageView(key, dtype, offset, shape, strides, storage_nbytes)
+    view = StorageView(key, dtype, offset, shape, strides, storage_nbytes)
+    if view.nbytes and is_expanded_too_far(view.nbytes, view.stop - view.start):
+        raise _refusal(
+            where,
+            f"it was expanded to {view.nbytes} bytes, of {view.stop - view.start} that are stored; load it with "
+            "PyTorch, and save the tensor that it was expanded from",
+        )
+    return view
 
 
 def _storage(storage: Any, where: str) -> tuple[str, str, int]:
@@ -182,8 +198,8 @@ def _whole_part(kind: str, state: Any, where: str) -> Any:
     try:
         fields = _fields(state)
         local, spec = fields["_local_tensor"], _fields(fields["_spec"].state)
-        shape = tuple(operator.index(size) for size in spec["tensor_meta"].arguments[0].arguments[0])
-        placements = [placement.name.rpartition(".")[2] for placement in spec["placements"]]
+        shape = tuple(map(operator.index, spec["tensor_meta"].arguments[0].arguments[0][:MAX_RANK]))
+        placements = [placement.name.rpartition(".")[2] for placement in spec["placements"][:_MAX_FIELDS]]
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise _refusal(where, "it is a DTensor of another version of PyTorch; save tensor.full_tensor()") from error
     if "Partial" in placements or "_NormPartial" in placements or tensor_view(local, where).shape != shape:
@@ -198,8 +214,9 @@ def _whole_part(kind: str, state: Any, where: str) -> Any:
 def _fields(state: Any) -> dict[str, Any]:
     """Return the fields of an object's state; attributes and slots may come apart."""
     parts = state if type(state) is tuple else (state,)
+    pairs = [pair for part in parts if type(part) is Pairs for pair in part[:_MAX_FIELDS]]
     # Only names: the hash of a hostile key takes for ever.
-    return {name: value for part in parts if type(part) is Pairs for name, value in part if type(name) is str}
+    return {name: value for name, value in pairs if type(name) is str}
 
 
 def _refusal(where: str, reason: str) -> TreeError:

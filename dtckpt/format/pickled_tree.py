@@ -7,7 +7,7 @@ value. In a list or tuple nothing can be left out; there the next dict above lac
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,18 @@ import numpy as np
 from dtckpt.errors import CheckpointCorruptError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.containers import CONTAINERS
+from dtckpt.format.hash_work import validate_hashes
 from dtckpt.format.names import name_of_key
 from dtckpt.format.pickle_syntax import Call, Global, Pairs
 from dtckpt.format.pickled_tensors import StorageView, is_tensor, tensor_view
-from dtckpt.format.pickled_values import ARRAYS, Budget, plain_value, read_array, refusal
+from dtckpt.format.pickled_values import ARRAYS, plain_value, read_array, refusal
 from dtckpt.format.plain_values import encode_hashable, encode_value, is_plain
+from dtckpt.format.read_budget import NODE_NBYTES, STEP_NBYTES, TENSOR_NBYTES, ReadBudget
 
 Leaf = StorageView | np.ndarray[Any, Any]
+
+_SMALL_INTS: list[trees.Node] = [{"value": number} for number in range(257)]
+_CONSTANTS: dict[bool | None, trees.Node] = {value: {"value": value} for value in (None, False, True)}
 
 
 @dataclass(slots=True, eq=False)
@@ -40,41 +45,46 @@ class PickledTree:
     refused: dict[str, TreeError]
 
 
-def read_tree(value: Any, path: tuple[str, ...] = ()) -> PickledTree:
+def read_tree(value: Any, path: tuple[str, ...] = (), budget: ReadBudget | None = None) -> PickledTree:
     """Return the tree of a pickle's value.
 
     Args:
         value: The value, as `dtckpt.format.pickle_syntax.parse_pickle` returns it.
         path: The segments of names that lead to the value, if it is a part of a larger tree.
+        budget: Bounds what is made: the one that the pickle was parsed with. Default: that of a short pickle.
 
     Raises:
         TreeError: The value cannot be in a tree.
-        CheckpointCorruptError: It is too large or too deep, or contains itself; or a tensor in it is malformed.
+        CheckpointCorruptError: It is too deep, contains itself, or makes more than the budget has; or a tensor in it is
+            malformed.
     """
-    walk = _Walk(len(path))
+    walk = _Walk(ReadBudget("/".join(path) or "the state tree") if budget is None else budget)
     return PickledTree(walk.node(value, path), walk.leaves, walk.refused)
 
 
 @dataclass(slots=True)
 class _Walk:
-    """A walk through the value of a pickle, which begins at a level of the whole tree."""
+    """A walk through the value of a pickle."""
 
-    start: int
+    budget: ReadBudget
     leaves: dict[str, Leaf] = field(default_factory=dict)
     refused: dict[str, TreeError] = field(default_factory=dict)
-    budget: Budget = field(default_factory=Budget)
 
     def node(self, value: Any, path: tuple[str, ...]) -> trees.Node:
         """Return the node of a value, and note the tensors below it."""
+        kind = type(value)
+        # Most values of long lists are such, and their nodes may be shared.
+        if value is None or kind is bool or (kind is int and 0 <= value < len(_SMALL_INTS)):
+            self.budget.take(STEP_NBYTES)
+            return _SMALL_INTS[value] if kind is int else _CONSTANTS[value]
         where = "/".join(path)
-        self.budget.take(1, where)
+        self.budget.take(NODE_NBYTES + len(where))
         # Also the end of the walk through a value that contains itself.
         if len(path) > trees.MAX_DEPTH:
             raise CheckpointCorruptError(
                 f"the checkpoint's state tree is deeper than {trees.MAX_DEPTH} levels at {where[:200]!r}; does it "
                 "contain itself?"
             )
-        kind = type(value)
         if kind is Pairs:
             return self._dict(value, path)
         if kind is list or kind is tuple:
@@ -95,19 +105,21 @@ class _Walk:
         name = where or "value"
         if name in self.leaves:
             raise TreeError(f"two tensors of the checkpoint would both be named {name!r}")
+        self.budget.take(TENSOR_NBYTES)
         self.leaves[name] = leaf
         return name
 
     def _children(self, values: Iterable[Any], path: tuple[str, ...]) -> list[trees.Node]:
         return [self.node(value, (*path, str(position))) for position, value in enumerate(values)]
 
-    def _dict(self, pairs: Iterable[tuple[Any, Any]], path: tuple[str, ...]) -> trees.Node:
+    def _dict(self, pairs: Sequence[tuple[Any, Any]], path: tuple[str, ...]) -> trees.Node:
         """Return the node of a dict without the items that cannot be read, which are noted."""
         where = "/".join(path)
         items: dict[Any, list[Any]] = {}
-        for key, value in pairs:
-            name = plain_value(key, where, self.budget)
-            encoded = name if type(name) is str else encode_hashable(name, where)
+        keys = [plain_value(key, where, self.budget) for key, _ in pairs]
+        nodes = [key if type(key) is str else encode_hashable(key, where) for key in keys]
+        validate_hashes(keys)
+        for name, encoded, (_, value) in zip(keys, nodes, pairs, strict=True):
             below = (*path, name_of_key(str(name)))
             held = len(self.leaves)
             try:

@@ -12,65 +12,47 @@ import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TreeError
+from dtckpt.errors import CheckpointVersionError, TreeError
+from dtckpt.format.hash_work import validate_hashes
 from dtckpt.format.pickle_syntax import Call, Global, Pairs, Persistent
 from dtckpt.format.plain_values import NUMPY_TYPES, decode_value
+from dtckpt.format.read_budget import NODE_NBYTES, STEP_NBYTES, ReadBudget
 
-MAX_NODES = 1 << 22
-"""Bound on the nodes of a tree. A pickle of a few hundred bytes may describe more of them than there are atoms."""
 MAX_DEPTH = 16
 """Deepest nesting of a plain value, as of tuples in a set."""
-_NODE_NBYTES = 256
-"""Bytes of text that count as one node."""
 
 Maker = Callable[[Sequence[Any], Any], Any]
 """Makes a value of the arguments of a call and the state of its result. A set's items are its last argument."""
 
 
-@dataclass(slots=True)
-class Budget:
-    """The nodes that may still be read from one pickle."""
-
-    nodes: int = MAX_NODES
-
-    def take(self, nodes: int, where: str) -> None:
-        """Count nodes. Raises: `CheckpointCorruptError`, if there are too many."""
-        self.nodes -= nodes
-        if self.nodes < 0:
-            raise CheckpointCorruptError(
-                f"the checkpoint's state tree has more than {MAX_NODES} nodes at {where[:200]!r}; does it contain "
-                "itself?"
-            )
-
-
-def plain_value(value: Any, where: str, budget: Budget, depth: int = 0) -> Any:
+def plain_value(value: Any, where: str, budget: ReadBudget, depth: int = 0) -> Any:
     """Return the plain value that a pickle's value stands for, or a list or tuple of such.
 
     Args:
         value: The value, as `dtckpt.format.pickle_syntax.parse_pickle` returns it.
         where: Its path, for messages.
-        budget: Counts the values.
+        budget: Bounds what is made.
         depth: The level of the value.
 
     Raises:
         TreeError: The value is of a class that the table lacks.
-        CheckpointCorruptError: It is too large.
+        CheckpointCorruptError: It makes more than the budget has.
     """
-    budget.take(1, where)
     kind = type(value)
     if kind in _ATOMS:
         if kind in (str, bytes):
-            budget.take(len(value) // _NODE_NBYTES, where)
+            budget.take(len(value))
         return value
+    budget.take(NODE_NBYTES)
     if depth > MAX_DEPTH:
         raise TreeError(f"the value at {where[:200]!r} is deeper than {MAX_DEPTH} levels")
     if kind is list or kind is tuple:
+        budget.take(STEP_NBYTES * len(value))
         return kind(plain_value(item, where, budget, depth + 1) for item in value)
     if kind is Global:
         return _constant(value, where)
@@ -79,7 +61,7 @@ def plain_value(value: Any, where: str, budget: Budget, depth: int = 0) -> Any:
     return _made(_MAKERS[value.name], value, where, budget, depth)
 
 
-def read_array(call: Call, where: str, budget: Budget) -> np.ndarray[Any, Any]:
+def read_array(call: Call, where: str, budget: ReadBudget) -> np.ndarray[Any, Any]:
     """Return the array of numpy that a call, one of `ARRAYS`, would make. Args and Raises: as `plain_value`."""
     array = _made(ARRAYS[call.name], call, where, budget, 0)
     if not isinstance(array, np.ndarray):
@@ -87,7 +69,7 @@ def read_array(call: Call, where: str, budget: Budget) -> np.ndarray[Any, Any]:
     return array
 
 
-def _made(make: Maker, call: Call, where: str, budget: Budget, depth: int) -> Any:
+def _made(make: Maker, call: Call, where: str, budget: ReadBudget, depth: int) -> Any:
     arguments = [plain_value(argument, where, budget, depth + 1) for argument in call.arguments]
     state = plain_value(call.state, where, budget, depth + 1)
     if call.keywords is not None or call.pairs:
@@ -126,6 +108,17 @@ def refusal(value: Any, where: str, reason: str = "") -> TreeError:
         f"cannot read {name[:200]} at {where[:200]!r}: {reason[:200] or 'only code could make it, and none is run'}; "
         "load it with PyTorch, if you trust it, and save plain values in its place"
     )
+
+
+def _hashed(make: Maker) -> Maker:
+    """Return the maker of a set whose items are quick to hash."""
+
+    def checked(arguments: Sequence[Any], state: Any) -> Any:
+        for items in arguments:
+            validate_hashes(items)
+        return make(arguments, state)
+
+    return checked
 
 
 def _decode_bytes(arguments: Sequence[Any], _: Any) -> bytes:
@@ -204,8 +197,8 @@ def _both(name: str) -> tuple[str, str]:
 
 
 _MAKERS: Mapping[str, Maker] = {
-    **dict.fromkeys(_both("set"), _of(set)),
-    **dict.fromkeys(_both("frozenset"), _of(frozenset)),
+    **dict.fromkeys(_both("set"), _hashed(_of(set))),
+    **dict.fromkeys(_both("frozenset"), _hashed(_of(frozenset))),
     **dict.fromkeys(_both("complex"), _of(complex)),
     **dict.fromkeys((*_both("range"), *_both("xrange")), _of(range)),
     # Only of bytes or of nothing: bytes(n) would take n bytes of memory.

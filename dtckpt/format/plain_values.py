@@ -29,6 +29,7 @@ import numpy as np
 
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TreeError
 from dtckpt.format.enum_members import EnumMember, decode_member, encode_member
+from dtckpt.format.hash_work import validate_hashes
 
 Node = dict[str, Any]
 
@@ -223,6 +224,13 @@ def decode_hashable(node: Any) -> Any:
     return tuple(map(decode_hashable, content)) if kind == "tuple" else decode_value(kind, content)
 
 
+def _decode_items(nodes: Any) -> list[Any]:
+    """Return the items of a set."""
+    items = list(map(decode_hashable, nodes))
+    validate_hashes(items)
+    return items
+
+
 def _decode_json(content: Any) -> Any:
     if type(content) not in (type(None), bool, int, float, str):
         raise TypeError("expected null, a boolean, a number or a string")
@@ -289,8 +297,8 @@ _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "BytesIO": _decode_stream,
     "enum": decode_member,
     "numpy": lambda pair: NUMPY_TYPES[pair[0]](decode_hashable(pair[1])),
-    "set": lambda items: set(map(decode_hashable, items)),
-    "frozenset": lambda items: frozenset(map(decode_hashable, items)),
+    "set": lambda items: set(_decode_items(items)),
+    "frozenset": lambda items: frozenset(_decode_items(items)),
 }
 _TORCH_STAND_INS: Mapping[str, Callable[[Any], Any]] = {
     "torch.Size": lambda sizes: _Size(map(operator.index, sizes)),

@@ -23,6 +23,7 @@ from typing import Any
 
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError
 from dtckpt.format.dtypes import DTYPES
+from dtckpt.format.grid import MAX_RANK
 from dtckpt.format.stored_pieces import ForeignTensor, Piece, is_file_name
 from dtckpt.layout.region import Region
 
@@ -199,7 +200,8 @@ def _are_sizes(numbers: Any) -> bool:
 
 def _tensor(name: str, entry: Mapping[str, Any], file: str, start: int, span: tuple[int, int]) -> ForeignTensor:
     """Return the tensor of an entry, whose data begin at byte ``start`` of the file."""
-    if not _are_sizes(entry["shape"]):
+    # Before the sizes are multiplied, which takes long for many.
+    if not _are_sizes(entry["shape"]) or len(entry["shape"]) > MAX_RANK:
         raise CheckpointCorruptError(f"{file} is damaged: tensor {name[:200]!r} has shape {str(entry['shape'])[:80]}")
     dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
     if dtype is None:

@@ -27,6 +27,7 @@ from dtckpt.errors import CheckpointCorruptError, DtckptError
 from dtckpt.format import tree as trees
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import MAX_NUMEL, MAX_RANK
+from dtckpt.format.read_budget import is_expanded_too_far
 from dtckpt.format.region_index import RegionIndex
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
@@ -186,7 +187,8 @@ class ForeignIndex:
         unread: The rest: names of other files beside them, and notes in them that the index does not have.
 
     Raises:
-        CheckpointCorruptError: The structure is malformed, or does not name every tensor once.
+        CheckpointCorruptError: The structure is malformed, or does not name every tensor once; or the tensors have far
+            more bytes than they are made of.
     """
 
     kind: str
@@ -201,6 +203,15 @@ class ForeignIndex:
         # Lists, not sets: a name that occurs twice is refused, too.
         if sorted(trees.tensor_names(self.structure)) != sorted(self.tensors):
             raise CheckpointCorruptError("the checkpoint contradicts itself: its tree does not name every tensor once")
+        # Here, for all readers: several tensors may be made of the same bytes, and one of the same bytes many times.
+        nbytes = sum(
+            piece.region.numel * tensor.itemsize for tensor in self.tensors.values() for piece in tensor.pieces
+        )
+        if is_expanded_too_far(nbytes, stored := sum(self.file_nbytes().values())):
+            raise CheckpointCorruptError(
+                f"the checkpoint does not hold what its index says: {nbytes} bytes of tensors would be made of "
+                f"{stored} bytes of files; restore another checkpoint"
+            )
 
     def file_nbytes(self) -> dict[str, int]:
         """Return, by file, the bytes that it must have at least."""

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
 from dtckpt.format.pickle_syntax import MAX_PICKLE_NBYTES, parse_pickle
 from dtckpt.format.pickled_tensors import StorageView
+from dtckpt.format.read_budget import ReadBudget
 
 MAX_DIRECTORY_NBYTES = 256 << 20
 """Longest directory of a zip that is read: that of some million records."""
@@ -48,6 +49,8 @@ _OLD_NBYTES = 262
 
 Read = Callable[[int, int], bytes]
 """Returns the bytes of a file from a position to another one; fewer where the file ends before."""
+Parse = Callable[[bytes, str, ReadBudget], Any]
+"""Parses a pickle, as `parse_pickle`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class TorchZip:
         prefix: What the names of its records begin with.
         records: The records by name.
         read: Reads it.
+        budget: What may still be made of it.
     """
 
     where: str
@@ -88,6 +92,7 @@ class TorchZip:
     prefix: str
     records: Mapping[str, Record]
     read: Read
+    budget: ReadBudget
 
     def storage(self, key: str, nbytes: int) -> tuple[int, int]:
         """Return the position of a storage's first byte, and its CRC-32 (0 if none was taken). Blocks: on the file.
@@ -111,17 +116,20 @@ class TorchZip:
         return self.storage(view.key, view.storage_nbytes)[0] + view.start
 
 
-def read_zip(read: Read, nbytes: int, where: str, parse: Callable[[bytes, str], Any] = parse_pickle) -> TorchZip:
+def read_zip(
+    read: Read, nbytes: int, where: str, budget: ReadBudget | None = None, parse: Parse = parse_pickle
+) -> TorchZip:
     """Read the directory and the pickle of a file of ``torch.save``.
 
     Args:
         read: Reads the file.
         nbytes: Bytes of the file.
         where: Its name, for messages.
+        budget: As for `parse_pickle`.
         parse: Parses the pickle.
 
     Raises:
-        CheckpointCorruptError: It is cut short or malformed.
+        CheckpointCorruptError: It is cut short or malformed, or makes far more than its bytes.
         CheckpointVersionError: It was not written by ``torch.save``, by an old version, or on a big-endian machine.
     """
     _validate_age(read, where)
@@ -138,10 +146,11 @@ def read_zip(read: Read, nbytes: int, where: str, parse: Callable[[bytes, str], 
         _validate_byte_order(records.get(f"{prefix}byteorder"), read, where)
         if records[name].nbytes > MAX_PICKLE_NBYTES:
             raise _malformed(where, f"its pickle has {records[name].nbytes} bytes")
-        value = parse(_content(records[name], read, where), where)
+        budget = ReadBudget(where) if budget is None else budget
+        value = parse(_content(records[name], read, where), where, budget)
     except (struct.error, UnicodeDecodeError) as error:
         raise _malformed(where, str(error)) from error
-    return TorchZip(where, value, prefix, records, read)
+    return TorchZip(where, value, prefix, records, read, budget)
 
 
 def _validate_byte_order(record: Record | None, read: Read, where: str) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, TensorNameError, TreeError
 from dtckpt.format import plain_values
 from dtckpt.format.containers import CONTAINERS, name_of
+from dtckpt.format.hash_work import validate_hashes
 from dtckpt.format.names import name_of_key
 from dtckpt.format.plain_values import (
     decode_hashable,
@@ -255,7 +256,9 @@ def build(
     if kind != "dict":
         children = [build(child, tensor, depth + 1, decode) for child in content]
         return children if kind == "list" else tuple(children)
-    built = {_decode_key(key): build(child, tensor, depth + 1, decode) for key, child in content}
+    keys = [_decode_key(key) for key, _ in content]
+    validate_hashes(keys)
+    built = {key: build(child, tensor, depth + 1, decode) for key, (_, child) in zip(keys, content, strict=True)}
     # Two keys may be equal in Python and not in JSON, as 1 and True are.
     if len(built) != len(content):
         raise CheckpointCorruptError("the manifest's state tree holds a key twice")

@@ -7,11 +7,12 @@ For the files of other libraries, which have no commit marker; checkpoints of th
 from __future__ import annotations
 
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dtckpt.errors import CheckpointExistsError, StorageError, capped
+from dtckpt.errors import CheckpointExistsError, StorageError, StorageFullError, capped, format_nbytes
 from dtckpt.storage.commit_by_rename import discard, is_committed, sibling, siblings
 from dtckpt.storage.directory_lock import lock_directory
 from dtckpt.storage.failures import translate_errors
@@ -83,6 +84,21 @@ def new_files(target: Path, check: Callable[[], None], *, is_file: bool) -> Iter
         # After an exchange what was there before; after a failure what was built.
         with suppress(OSError):
             discard(folder, target)
+
+
+def validate_free_space(folder: Path, nbytes: int) -> None:
+    """Check that so many bytes fit into a directory, before the first of them is written.
+
+    Raises:
+        StorageFullError: They do not.
+    """
+    with translate_errors("look at the target", folder.parent):
+        free = shutil.disk_usage(folder).free
+    if nbytes > free:
+        raise StorageFullError(
+            f"the new files do not fit into {folder.parent}: {format_nbytes(free)} are free, and "
+            f"{format_nbytes(nbytes)} are needed; free space, or choose another destination"
+        )
 
 
 def _remove_leftovers(target: Path) -> None:

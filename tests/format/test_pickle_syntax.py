@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
+from support.untrusted_checkpoints import limit_memory
 
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.format import pickle_syntax
+from dtckpt.format import pickle_syntax, read_budget
 from dtckpt.format.pickle_syntax import Call, Global, Pairs, Persistent, parse_pickle
 
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
@@ -169,7 +170,7 @@ def test_prefixes_of_a_pickle_are_refused():
             parse_pickle(data[:length], "it")
 
 
-def test_deep_and_large_pickles_end(monkeypatch):
+def test_deep_and_long_pickles_end(monkeypatch):
     depth = 50_000
     # Python itself could not print, compare or hash these; to make and to free them is all that happens here.
     parse_pickle(b")" + b"\x85" * depth + b".", "it")
@@ -177,14 +178,45 @@ def test_deep_and_large_pickles_end(monkeypatch):
     parse_pickle(b"cos\nsystem\nq\0" + b"h\0" * depth + b")" + b"R\x85" * depth + b"R.", "it")
     # A key that would take 2**1000 steps to hash.
     parse_pickle(b"}" + b")" + b"2\x86" * 1000 + b"Ns.", "it")
-    # A memo of four billion entries.
-    assert parse_pickle(b"Nr\xff\xff\xff\xff0j\xff\xff\xff\xff.", "it") is None
-    monkeypatch.setattr(pickle_syntax, "MAX_STEPS", 1000)
-    with pytest.raises(CheckpointCorruptError, match="more than 1000 opcodes"):
-        parse_pickle(b"N0" * 1000 + b"N.", "it")
+    # A memo of four billion entries, and one of gaps, as of a pickle that was optimized.
+    with pytest.raises(CheckpointCorruptError, match="object 4294967295 of 13 bytes"):
+        parse_pickle(b"Nr\xff\xff\xff\xff0j\xff\xff\xff\xff.", "it")
+    assert parse_pickle(b"Nq\x070h\x07.", "it") is None
+    with pytest.raises(CheckpointCorruptError, match="at byte 6"):
+        parse_pickle(b"Nq\x070h\x06.", "it")
     monkeypatch.setattr(pickle_syntax, "MAX_PICKLE_NBYTES", 10)
     with pytest.raises(CheckpointCorruptError, match="it has 20 bytes, expected at most 10"):
         parse_pickle(bytes(20), "it")
+
+
+AMPLIFIED = {
+    "empty sets": b"\x8f",
+    "names": b"h\1h\1\x93",
+}
+
+
+@pytest.mark.parametrize("opcodes", AMPLIFIED.values(), ids=AMPLIFIED)
+def test_opcodes_cost_the_bytes_of_their_objects(opcodes):
+    """A megabyte may make a hundred, and here it would make far more."""
+    program = b"cos\nsystem\nq\0X\0\4\0\0" + b"a" * 1024 + b"q\1(" + opcodes * ((1 << 20) // len(opcodes)) + b"l."
+    with limit_memory(256 << 20), pytest.raises(CheckpointCorruptError, match="describes too much"):
+        parse_pickle(program, "it")
+    parse_pickle(b"cos\nsystem\nq\0X\1\0\0\0aq\1(" + opcodes * 10_000 + b"l.", "it")
+
+
+def test_long_lists_of_short_values_are_read(monkeypatch):
+    """What costs most of the budget in honest pickles, without the part of it that any pickle has."""
+    monkeypatch.setattr(read_budget, "FLOOR_NBYTES", 1 << 20)
+    for value in (
+        list(range(1 << 18)),
+        [None] * (1 << 18),
+        [(number, number) for number in range(1 << 16)],
+        {number: number for number in range(1 << 17)},
+        [{"a": number} for number in range(1 << 16)],
+        [number / 3 for number in range(1 << 17)],
+    ):
+        for protocol in (2, 4):
+            assert len(parse_pickle(pickle.dumps(value, protocol), "it")) == len(value)
 
 
 def test_a_value_may_contain_itself():

@@ -4,16 +4,20 @@ import argparse
 import datetime
 import enum
 import pathlib
+import pickle
+import time
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 
 import numpy as np
 import pytest
 import torch
-from support.torch_files import tree_of
+from support.hash_attacks import colliding_numbers
+from support.torch_files import saved, tree_of, zip_of
+from support.untrusted_checkpoints import limit_memory
 
 from dtckpt.errors import CheckpointCorruptError, TreeError
-from dtckpt.format import pickled_values
+from dtckpt.format import read_budget
 from dtckpt.format import tree as trees
 from dtckpt.format.pickle_syntax import parse_pickle
 from dtckpt.format.pickled_tensors import StorageView
@@ -181,11 +185,66 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("program", HOSTILE.values(), ids=HOSTILE)
-def test_hostile_trees_end(program, monkeypatch):
-    monkeypatch.setattr(pickled_values, "MAX_NODES", 10_000)
-    monkeypatch.setattr(pickled_values.Budget, "__init__", lambda self: setattr(self, "nodes", 10_000))
-    with pytest.raises(CheckpointCorruptError, match="does it contain itself"):
+def test_hostile_trees_end(program):
+    with limit_memory(512 << 20), pytest.raises(CheckpointCorruptError, match="does it contain itself"):
         read_tree(parse_pickle(program, "it"))
+
+
+def test_long_lists_of_short_values_are_read(monkeypatch):
+    """Without the part of the budget that any pickle has."""
+    monkeypatch.setattr(read_budget, "FLOOR_NBYTES", 1 << 20)
+    for value in (
+        [number % 10 for number in range(1 << 18)],
+        [None] * (1 << 18),
+        list(range(1 << 17)),
+        [(number, number % 10) for number in range(1 << 15)],
+        dict.fromkeys(range(1 << 16), 0),
+    ):
+        parsed = zip_of(saved({"a": value}))
+        assert trees.build(read_tree(parsed.value, budget=parsed.budget).node, None) == {"a": value}
+
+
+def test_a_text_that_is_part_of_many_names_costs_its_bytes():
+    text = b"X\0\0\1\0" + b"a" * (1 << 16) + b"q\0"
+    with limit_memory(512 << 20), pytest.raises(CheckpointCorruptError, match="describes too much"):
+        read_tree(parse_pickle(text + b"0(" + (b"}(h\0h\0u" * 5000) + b"l.", "it"))
+
+
+COLLIDING = {
+    "equal hashes": [1 + number * ((1 << 61) - 1) for number in range(20_000)],
+    "a path of full slots": colliding_numbers(20_000),
+}
+
+
+@pytest.mark.parametrize("numbers", COLLIDING.values(), ids=COLLIDING)
+def test_keys_that_take_for_ever_to_hash_are_refused(numbers):
+    """As members of a set, as keys, and in tuples; written as tuples, as no set of these could be made here."""
+    members = pickle.dumps(tuple(numbers), 2)[:-1]
+    start = time.process_time()
+    with pytest.raises(TreeError, match="takes for ever"):
+        read_tree(parse_pickle(b"c__builtin__\nset\n" + members[2:] + b"\x85R.", "it"))
+    keys = b"}(" + b"".join(pickle.dumps(number, 2)[2:-1] + b"N" for number in numbers) + b"u."
+    with pytest.raises(CheckpointCorruptError, match="takes for ever"):
+        read_tree(parse_pickle(keys, "it"))
+    assert time.process_time() - start < 5
+
+
+def test_an_expanded_tensor_is_refused_by_name_if_it_is_far_larger_than_what_is_stored():
+    small, huge = torch.ones(1).expand(1 << 10, 1 << 10), torch.ones(1).expand(1 << 20, 1 << 20)
+    tree = tree_of({"small": small, "huge": huge, "deep": {"w": torch.ones(2)}})
+    assert list(tree.leaves) == ["small", "deep/w"]
+    assert "it was expanded to 4398046511104 bytes, of 4 that are stored" in tree.refused["huge"].message
+
+
+def test_tensors_that_share_their_description_end():
+    """Thousands of DTensors whose state is one object of a hundred thousand fields."""
+    state = b"}(" + b"".join(b"X\6\0\0\0f%05dN" % number for number in range(100_000)) + b"uq\0"
+    rebuild = b"ctorch._tensor\n_rebuild_from_type_v2\nq\1"
+    one = b"h\1(ctorch._utils\n_rebuild_tensor_v2\nctorch.distributed.tensor\nDTensor\n)h\0tR"
+    program = state + rebuild + b"0(" + b"".join(b"X\4\0\0\0%04d" % number + one for number in range(3000)) + b"d."
+    start = time.process_time()
+    assert len(read_tree(parse_pickle(program, "it")).refused) == 3000
+    assert time.process_time() - start < 5
 
 
 CALLS = {

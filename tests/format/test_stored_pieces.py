@@ -81,6 +81,15 @@ def test_a_tree_that_does_not_name_the_tensors():
             ForeignIndex("any", {"w": tensor()}, structure)
 
 
+def test_a_tensor_of_which_a_small_part_was_saved_is_no_expanded_one():
+    shape = (1 << 20, 1 << 20)
+    part = ForeignTensor("w", shape, "float32", (piece((0, 0), (4, 4)),))
+    assert not ForeignIndex("any", {"w": part}, {"tensor": "w"}).tensors["w"].is_whole
+    whole = ForeignTensor("w", shape, "float32", (piece((0, 0), shape, strides=(0, 0)),))
+    with pytest.raises(CheckpointCorruptError, match="would be made of 4 bytes"):
+        ForeignIndex("any", {"w": whole}, {"tensor": "w"})
+
+
 def test_many_pieces_are_compared_quickly():
     rows = [piece((row, column), (1, 1), at=4 * row) for row in range(3000) for column in (0, 1)]
     assert tensor(*rows, shape=(3000, 2)).is_whole

@@ -15,7 +15,7 @@ from dtckpt.checkpoint.resharding.checkpoint_source import Progress
 from dtckpt.errors import ConfigError
 from dtckpt.format.digest import bytes_digest
 from dtckpt.storage.location import Location
-from dtckpt.storage.new_files import check_new, new_files
+from dtckpt.storage.new_files import check_new, new_files, validate_free_space
 
 
 class FilesConversion:
@@ -80,6 +80,7 @@ class FilesConversion:
             CheckpointError: Storage refused, the source is damaged, or a tensor would change.
         """
         with new_files(self.path, self.check, is_file=self._is_file) as folder:
+            validate_free_space(folder, sum(self.files.values()))
             contents = self.write(folder, self.plans, progress)
             self.validate(folder)
             return contents

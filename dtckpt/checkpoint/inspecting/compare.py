@@ -27,7 +27,7 @@ from dtckpt.checkpoint.inspecting.difference import (
     TensorFacts,
 )
 from dtckpt.checkpoint.inspecting.element_differences import ElementDifferences
-from dtckpt.checkpoint.inspecting.read_batches import DEFAULT_MAX_MEMORY, Piece, ReadBudget, cut_pieces, read_ahead
+from dtckpt.checkpoint.inspecting.read_batches import DEFAULT_MAX_MEMORY, BatchBudget, Piece, cut_pieces, read_ahead
 from dtckpt.checkpoint.inspecting.selection import Selection
 from dtckpt.checkpoint.inspecting.tensor_comparison import Reads, TensorComparison, compare_tensors
 from dtckpt.checkpoint.inspecting.tree_leaves import VALUE, Leaf, tree_leaves
@@ -109,7 +109,7 @@ class Comparison:
         totals = {tensor.path: ElementDifferences() for tensor in self.tensors if tensor.is_known_different}
         if reads := self.reads:
             totals |= {tensor.path: ElementDifferences() for tensor in reads}
-            budget = ReadBudget.of([[tensor.infos[side] for tensor in reads] for side in (0, 1)], max_memory)
+            budget = BatchBudget.of([[tensor.infos[side] for tensor in reads] for side in (0, 1)], max_memory)
             for piece, (a, b) in read_ahead((self.a, self.b), _pieces(reads, budget), budget):
                 dtype_a, dtype_b = (info.stored_dtype_name for info in piece.infos)
                 totals[piece.path] += ElementDifferences.of(a, b, (dtype_a, dtype_b), piece.region)
@@ -124,7 +124,7 @@ class Comparison:
                 yield Difference(tensor.path, DifferenceKind.UNKNOWN, reason=reason)
 
 
-def _pieces(reads: Sequence[TensorComparison], budget: ReadBudget) -> Iterator[Piece]:
+def _pieces(reads: Sequence[TensorComparison], budget: BatchBudget) -> Iterator[Piece]:
     for tensor in reads:
         for region in tensor.regions:
             yield from cut_pieces(tensor.path, tensor.infos, Selection.of(region), budget)

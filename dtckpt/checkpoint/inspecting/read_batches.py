@@ -65,7 +65,7 @@ Loaded = Iterator[tuple[Piece, tuple[np.ndarray[Any, Any], ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class ReadBudget:
+class BatchBudget:
     """The shares of a bound on memory, of each of the checkpoints.
 
     Args:
@@ -77,7 +77,7 @@ class ReadBudget:
     in_flight: int
 
     @classmethod
-    def of(cls, sources: Sequence[Iterable[TensorInfo]], max_memory: int) -> ReadBudget:
+    def of(cls, sources: Sequence[Iterable[TensorInfo]], max_memory: int) -> BatchBudget:
         """Divide ``max_memory`` bytes.
 
         Args:
@@ -106,13 +106,13 @@ def _read_nbytes(info: TensorInfo) -> int:
     return 2 * info.max_chunk_nbytes if info.codec != NO_CODEC else min(info.max_chunk_nbytes, _SPAN_NBYTES)
 
 
-def cut_pieces(path: str, infos: tuple[TensorInfo, ...], selection: Selection, budget: ReadBudget) -> Iterator[Piece]:
+def cut_pieces(path: str, infos: tuple[TensorInfo, ...], selection: Selection, budget: BatchBudget) -> Iterator[Piece]:
     """Cut a selection of some tensors into pieces that fit into a batch."""
     itemsize = max(DTYPES[info.stored_dtype_name].itemsize for info in infos)
     return (Piece(path, infos, piece) for _, piece in selection.pieces(infos[0].shape, itemsize, budget.batch))
 
 
-def read_ahead(checkpoints: Sequence[Checkpoint], pieces: Iterable[Piece], budget: ReadBudget) -> Loaded:
+def read_ahead(checkpoints: Sequence[Checkpoint], pieces: Iterable[Piece], budget: BatchBudget) -> Loaded:
     """Read pieces, and yield them in order. The arrays of a piece are valid until the next one is asked for.
 
     Blocks: on storage.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dtckpt.checkpoint.inspecting.element_statistics import Statistics
-from dtckpt.checkpoint.inspecting.read_batches import DEFAULT_MAX_MEMORY, ReadBudget, cut_pieces, read_ahead
+from dtckpt.checkpoint.inspecting.read_batches import DEFAULT_MAX_MEMORY, BatchBudget, cut_pieces, read_ahead
 from dtckpt.checkpoint.inspecting.selection import Selection
 from dtckpt.checkpoint.inspecting.tensor_comparison import SMALL_CHUNK_NBYTES
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
@@ -74,7 +74,7 @@ def read_statistics(
         CheckpointError: As for `Checkpoint.read_into`.
     """
     info = checkpoint.info(name)
-    budget = ReadBudget.of([[info]], max_memory)
+    budget = BatchBudget.of([[info]], max_memory)
     pieces = (piece for part in _parts(info, selection) for piece in cut_pieces(name, (info,), part, budget))
     statistics = Statistics()
     for piece, (box,) in read_ahead([checkpoint], pieces, budget):

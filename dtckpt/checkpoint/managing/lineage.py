@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format import json_facts
 from dtckpt.format.digest import bytes_digest
+from dtckpt.format.hash_work import validate_hashes
 
 LINEAGE_NAME = "lineage.json"
 MAX_NBYTES = 16 << 20
@@ -57,7 +58,8 @@ class Lineage:
         if digest != b"%016x" % bytes_digest(data):
             raise ValueError("its digest differs")
         facts = json_facts.parse_object(data)
-        aside = (json_facts.whole(step, MAX_STEP) for step in json_facts.items(facts.get("aside")))
+        aside = [json_facts.whole(step, MAX_STEP) for step in json_facts.items(facts.get("aside"))]
+        validate_hashes(aside)
         return cls(json_facts.whole(facts.get("number")), frozenset(aside))
 
 

@@ -26,6 +26,7 @@ from dtckpt.format import tree as trees
 from dtckpt.format.dcp_metadata import StoredItem
 from dtckpt.format.dcp_tree import merge
 from dtckpt.format.names import name_of_key
+from dtckpt.format.read_budget import ReadBudget
 from dtckpt.format.stored_pieces import ForeignIndex
 from dtckpt.storage.failures import MalformedError
 from dtckpt.storage.folder import Folder
@@ -80,12 +81,13 @@ def _read(folder: Folder, name: str) -> Value | DtckptError | None:
     # An item of another save begins like a file of ``torch.save``, too.
     if name.endswith(ITEMS_SUFFIX) or not torch_files.is_file(name, folder.read(name, 0, _HEAD_NBYTES)):
         return None
+    where = f"{folder}/{name}"
     item = StoredItem(name, 0, torch_files.file_nbytes(folder, name))
-    if name in MERGED and isinstance(value := read_value(folder, (), item), Value):
+    if name in MERGED and isinstance(value := read_value(folder, (), item, ReadBudget(where)), Value):
         items = trees.dict_of(value.node)
         if items is not None:
             return replace(value, node=items)
-    value = read_value(folder, (name_of_key(name),), item)
+    value = read_value(folder, (name_of_key(name),), item, ReadBudget(where))
     if isinstance(value, Value):
         return replace(value, node={"dict": [[name, value.node]]})
     # A zip of another program, or a file of an old version.

@@ -15,6 +15,7 @@ from dtckpt.checkpoint.reading.torch_streams import locate_piece
 from dtckpt.errors import CheckpointCorruptError, DtckptError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.dcp_metadata import DcpMetadata, DcpTensor, StoredItem
+from dtckpt.format.read_budget import ReadBudget
 from dtckpt.format.stored_pieces import ForeignTensor
 from dtckpt.layout.region import Region
 from dtckpt.storage.folder import Folder
@@ -30,12 +31,13 @@ def merge_processes(folder: Folder, processes: Mapping[int, DcpMetadata]) -> tup
         processes: The metadata of each, by rank.
     """
     values = {rank: read_values(folder, metadata) for rank, metadata in processes.items()}
+    budget = ReadBudget(str(folder))
     tensors: dict[str, DcpTensor] = {}
     merged: Values = {}
     paths = {flat: path for metadata in processes.values() for flat, path in metadata.paths.items()}
     for flat, path in paths.items():
         holders = {rank: metadata for rank, metadata in processes.items() if flat in metadata.paths}
-        merging = _Merging(folder, segments_of(path), max(processes) + 1)
+        merging = _Merging(folder, segments_of(path), max(processes) + 1, budget)
         found = {rank: values[rank].get(flat, metadata.refused.get(flat)) for rank, metadata in holders.items()}
         if errors := [value for value in found.values() if isinstance(value, DtckptError)]:
             merged[flat] = errors[0]
@@ -63,13 +65,15 @@ class _Merging:
         folder: The checkpoint's folder.
         segments: The path, as in the names of tensors.
         num_clients: The number of the processes.
+        budget: Bounds what is made of values that are read again.
     """
 
-    def __init__(self, folder: Folder, segments: tuple[str, ...], num_clients: int) -> None:
+    def __init__(self, folder: Folder, segments: tuple[str, ...], num_clients: int, budget: ReadBudget) -> None:
         self._folder = folder
         self._segments = segments
         self._name = "/".join(segments)
         self._num_clients = num_clients
+        self._budget = budget
 
     def values(self, values: Mapping[int, Value], items: Mapping[int, StoredItem]) -> Value | DtckptError:
         """Return the one value of all processes, or a value for each."""
@@ -79,7 +83,9 @@ class _Merging:
         if not others:
             return first
         # Read again, now under a name for each process.
-        by_rank = {rank: read_value(self._folder, (*self._segments, str(rank)), items[rank]) for rank in values}
+        by_rank = {
+            rank: read_value(self._folder, (*self._segments, str(rank)), items[rank], self._budget) for rank in values
+        }
         if errors := [each for each in by_rank.values() if isinstance(each, DtckptError)]:
             return errors[0]
         return self._per_client({rank: value for rank, value in by_rank.items() if isinstance(value, Value)})

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from dtckpt.checkpoint.reading.torch_streams import open_stream
 from dtckpt.errors import CheckpointCorruptError, DtckptError
 from dtckpt.format import tree as trees
-from dtckpt.format.dcp_metadata import DcpMetadata, DcpTensor, StoredItem
+from dtckpt.format.dcp_metadata import METADATA_NAME, DcpMetadata, DcpTensor, StoredItem
 from dtckpt.format.dcp_tree import Path
 from dtckpt.format.names import name_of_key
 from dtckpt.format.pickled_tree import read_tree
+from dtckpt.format.read_budget import ReadBudget
 from dtckpt.format.stored_pieces import ForeignTensor, Piece
 from dtckpt.format.torch_zip import Read
 from dtckpt.storage.folder import Folder
@@ -49,7 +51,19 @@ def tensor_of(name: str, tensor: DcpTensor) -> ForeignTensor:
 
 
 def read_values(folder: Folder, metadata: DcpMetadata) -> dict[str, Value | DtckptError]:
-    """Return the plain values by flattened name, or why they cannot be read. Blocks: on storage."""
+    """Return the plain values by flattened name, or why they cannot be read. Blocks: on storage.
+
+    Raises:
+        CheckpointCorruptError: Two of them share bytes of a file: a million values could be one large one.
+    """
+    for (name, item), (other, after) in pairwise(_in_files(metadata.values)):
+        if item.file == after.file and after.offset < item.stop:
+            raise CheckpointCorruptError(
+                f"{folder}/{METADATA_NAME} contradicts itself: {name[:200]!r} and {other[:200]!r} share bytes of "
+                f"{item.file}; restore another checkpoint"
+            )
+    # One for all: of a million values, each could ask for the least that a file may.
+    budget = ReadBudget(f"{folder}/{METADATA_NAME}")
 
     def read(run: Sequence[tuple[str, StoredItem]]) -> list[tuple[str, Value | DtckptError]]:
         file, start, stop = run[0][1].file, run[0][1].offset, run[-1][1].stop
@@ -57,7 +71,8 @@ def read_values(folder: Folder, metadata: DcpMetadata) -> dict[str, Value | Dtck
             data = folder.read(file, start, stop) if stop - start <= RUN_NBYTES else None
             read_file = None if data is None else (lambda first, last: data[first - start : last - start])
             return [
-                (flat, read_value(folder, segments_of(metadata.paths[flat]), item, read_file)) for flat, item in run
+                (flat, read_value(folder, segments_of(metadata.paths[flat]), item, budget, read_file))
+                for flat, item in run
             ]
         except FileNotFoundError:
             error = CheckpointCorruptError(f"{folder}/{file} is missing; restore another checkpoint")
@@ -67,10 +82,15 @@ def read_values(folder: Folder, metadata: DcpMetadata) -> dict[str, Value | Dtck
         return {flat: value for values in pool.map(read, _runs(metadata.values)) for flat, value in values}
 
 
+def _in_files(items: Mapping[str, StoredItem]) -> list[tuple[str, StoredItem]]:
+    """Return the items in their order in the files."""
+    return sorted(items.items(), key=lambda pair: (pair[1].file, pair[1].offset))
+
+
 def _runs(items: Mapping[str, StoredItem]) -> Iterator[list[tuple[str, StoredItem]]]:
     """Yield the items in runs of neighbours in one file that are read at once; PyTorch writes them one by one."""
     run: list[tuple[str, StoredItem]] = []
-    for name, item in sorted(items.items(), key=lambda pair: (pair[1].file, pair[1].offset)):
+    for name, item in _in_files(items):
         if run and not (
             run[-1][1].file == item.file
             and run[-1][1].stop == item.offset
@@ -84,7 +104,7 @@ def _runs(items: Mapping[str, StoredItem]) -> Iterator[list[tuple[str, StoredIte
 
 
 def read_value(
-    folder: Folder, segments: tuple[str, ...], item: StoredItem, read_file: Read | None = None
+    folder: Folder, segments: tuple[str, ...], item: StoredItem, budget: ReadBudget, read_file: Read | None = None
 ) -> Value | DtckptError:
     """Read a plain value, or why it cannot be read. Blocks: on storage.
 
@@ -92,11 +112,12 @@ def read_value(
         folder: The checkpoint's folder.
         segments: Its path, as in the names of tensors.
         item: Where it is.
+        budget: As for `parse_pickle`.
         read_file: As for `open_stream`.
     """
     try:
-        stream = open_stream(folder, item.file, item.offset, item.nbytes, read_file)
-        tree = read_tree(stream.zip.value, segments)
+        stream = open_stream(folder, item.file, item.offset, item.nbytes, read_file, budget=budget)
+        tree = read_tree(stream.zip.value, segments, budget)
         return Value(tree.node, stream.tensors(tree.leaves), tree.refused)
     # Those who do not ask for the value can do without it.
     except DtckptError as error:

@@ -26,7 +26,7 @@ from dtckpt.checkpoint.reading.read_chunks import Scratch, convert, cut, validat
 from dtckpt.checkpoint.reading.read_regions import MAX_IN_FLIGHT, REMOTE_IN_FLIGHT_NBYTES, spare_threads
 from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo, TensorInfos
 from dtckpt.checkpoint.reading.torch_streams import locate_piece
-from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError
+from dtckpt.errors import CheckpointConflictError
 from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.digest import as_bytes, bytes_digest
@@ -54,8 +54,6 @@ MAX_BATCH = 256
 """Local reads that one thread takes at a time."""
 NUM_SAMPLES = 32
 SAMPLE_NBYTES = 256
-MAX_SHARED = 64
-"""How many tensors may be made of the same bytes, on average: tied tensors, and those that were expanded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,26 +348,16 @@ class PieceFiles:
 
     # --- checks -------------------------------------------------------------------------------------------------
 
-    def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:
+    def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:  # noqa: ARG002  (as in the protocol)
         """As `CheckpointFiles.validate_stored`.
 
-        The files were as long as the index says when the checkpoint was opened. But several tensors may be made of the
-        same bytes, and one tensor of the same bytes many times.
+        The files were as long as the index says when the checkpoint was opened, and the index compared the tensors with
+        the bytes that they are made of.
         """
-        sizes: dict[str, int] = {}
-        wanted = 0
         for name, region in regions:
             tensor = self._index.tensors[name]
             if not tensor.is_whole:
                 plan_spans(tensor, [region], max_gap=0, max_nbytes=1)  # raises: a part that was not saved is no damage
-            wanted += region.numel * tensor.itemsize
-            for piece in tensor.pieces_in(region):
-                sizes[piece.file] = max(sizes.get(piece.file, 0), piece.stop(tensor.itemsize))
-        if wanted > max(unchecked, MAX_SHARED * sum(sizes.values())):
-            raise CheckpointCorruptError(
-                f"{self._folder} does not hold what its index says: {wanted} bytes of tensors would be made of "
-                f"{sum(sizes.values())} bytes of files"
-            )
 
     def parts(self, name: str) -> Iterator[Region]:
         """As `CheckpointFiles.parts`: boxes of each piece."""

@@ -59,7 +59,7 @@ def _read_file(folder: Folder, name: str) -> ForeignIndex:
         stream = open_stream(folder, name, 0, file_nbytes(folder, name))
     except FileNotFoundError:
         raise CheckpointCorruptError(f"{folder}/{name} is missing") from None
-    tree = read_tree(stream.zip.value)
+    tree = read_tree(stream.zip.value, budget=stream.zip.budget)
     return ForeignIndex(KIND, stream.tensors(tree.leaves), tree.node, tree.refused, files=(name,))
 
 

@@ -9,7 +9,7 @@ Its first and last bytes tell where they are::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +20,9 @@ from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.pickle_syntax import parse_pickle
 from dtckpt.format.pickled_tensors import StorageView, tensor_view
 from dtckpt.format.pickled_tree import Leaf
+from dtckpt.format.read_budget import ReadBudget
 from dtckpt.format.stored_pieces import CheckedBytes, ForeignTensor, Piece, c_strides
-from dtckpt.format.torch_zip import TAIL_NBYTES, Read, TorchZip, read_zip
+from dtckpt.format.torch_zip import TAIL_NBYTES, Parse, Read, TorchZip, read_zip
 from dtckpt.layout.region import Region
 from dtckpt.storage.folder import Folder
 
@@ -102,11 +103,11 @@ class _LatestPickle:
     def __init__(self) -> None:
         self._latest: tuple[bytes, Any] | None = None
 
-    def parse(self, data: bytes, where: str) -> Any:
+    def parse(self, data: bytes, where: str, budget: ReadBudget) -> Any:
         """As `parse_pickle`. Thread-safe."""
         latest = self._latest
         if latest is None or latest[0] != data:
-            self._latest = latest = bytes(data), parse_pickle(data, where)
+            self._latest = latest = bytes(data), parse_pickle(data, where, budget)
         return latest[1]
 
 
@@ -120,7 +121,8 @@ def open_stream(
     nbytes: int,
     read_file: Read | None = None,
     *,
-    parse: Callable[[bytes, str], Any] = parse_pickle,
+    budget: ReadBudget | None = None,
+    parse: Parse = parse_pickle,
 ) -> TorchStream:
     """Read what a stream of ``torch.save`` holds beside elements. Blocks: on storage.
 
@@ -130,6 +132,7 @@ def open_stream(
         offset: The first byte of the stream.
         nbytes: Bytes of the stream.
         read_file: Reads the file, if a part of it is in memory already.
+        budget: As for `parse_pickle`.
         parse: Parses the pickle.
 
     Raises:
@@ -142,7 +145,7 @@ def open_stream(
         return folder.read(file, *bounds) if read_file is None else read_file(*bounds)
 
     where = f"{folder}/{file}" if offset == 0 else f"{folder}/{file}, from byte {offset}"
-    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where, parse), file, offset)
+    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where, budget, parse), file, offset)
 
 
 def _with_windows(read: Read, nbytes: int) -> Read:

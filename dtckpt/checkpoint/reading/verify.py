@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, Protocol
+from itertools import groupby, takewhile
+from typing import Protocol
 
 import numpy as np
 
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.errors import CheckpointCorruptError, StorageError
+from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError, CheckpointError, StorageError
 from dtckpt.format.content import content_digest, content_share
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
@@ -28,6 +28,8 @@ BATCH_NBYTES = 1 << 20
 """Bytes of small chunks that one thread takes at a time."""
 MAX_BATCH = 64
 """Small chunks that one thread takes at a time."""
+MAX_DAMAGES = 10_000
+"""Damages after which the rest is not read: a manifest of a few megabytes can name a million missing chunks."""
 MAX_NBYTES = 256 << 20
 """Bound on the bytes of chunks in memory, unless one chunk is larger."""
 
@@ -45,14 +47,8 @@ class VerifiableCheckpoint(Protocol):
         """The tensors, by name."""
         ...
 
-    def validate_stored(self, regions: Iterable[tuple[str, Region]], *, unchecked: int) -> None:
-        """As `CheckpointFiles.validate_stored`."""
-        ...
-
-    def read_into(
-        self, name: str, region: Region, into: np.ndarray[Any, Any], *, max_in_flight: int | None = None
-    ) -> int:
-        """Read a region of a tensor into memory of its shape; compare digests, where there are any."""
+    def cause_of(self, error: CheckpointError) -> CheckpointError:
+        """Return the error, or another one if a save has replaced the checkpoint since it was opened."""
         ...
 
 
@@ -117,7 +113,10 @@ def verify(
     num_chunks = nbytes = num_contents = 0
     with ThreadPoolExecutor(max(1, min(threads, MAX_NBYTES // max(1, largest)))) as pool:
         try:
-            for info, chunks in groupby(_check_all(checkpoint, files, pool, threads), key=lambda chunk: chunk.info):
+            checked = takewhile(
+                lambda _: len(damages) < MAX_DAMAGES, _check_all(checkpoint.tensors, files, pool, threads)
+            )
+            for info, chunks in groupby(checked, key=lambda chunk: chunk.info):
                 share, is_sound = 0, True
                 for chunk in chunks:
                     damages += chunk.damages
@@ -136,10 +135,16 @@ def verify(
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+    if len(damages) >= MAX_DAMAGES:
+        damages.append(Damage("", None, f"after {len(damages)} damages the rest was not read"))
     try:
         files.validate_rest()
     except (CheckpointCorruptError, StorageError) as error:
         damages.append(Damage("", None, error.message))
+    # Once for all damages, because it opens the checkpoint again.
+    cause = checkpoint.cause_of(CheckpointCorruptError(damages[0].reason)) if damages else None
+    if isinstance(cause, CheckpointConflictError):
+        raise cause
     return VerifyReport(
         path=checkpoint.path,
         num_tensors=len(infos),
@@ -168,15 +173,15 @@ class _Checked:
 
 
 def _check_all(
-    checkpoint: VerifiableCheckpoint, files: CheckpointFiles, pool: ThreadPoolExecutor, threads: int
+    infos: Mapping[str, TensorInfo], files: CheckpointFiles, pool: ThreadPoolExecutor, threads: int
 ) -> Iterator[_Checked]:
     """Check all chunks in the pool, a few at a time, and yield their results in order."""
     waiting: deque[Future[list[_Checked]]] = deque()
 
     def check(batch: Sequence[tuple[TensorInfo, Region]]) -> list[_Checked]:
-        return [_check(checkpoint, files, info, region) for info, region in batch]
+        return [_check(files, info, region) for info, region in batch]
 
-    for batch in _batches((info, region) for name, info in checkpoint.tensors.items() for region in files.parts(name)):
+    for batch in _batches((info, region) for name, info in infos.items() for region in files.parts(name)):
         waiting.append(pool.submit(check, batch))
         if len(waiting) > 2 * threads:
             yield from waiting.popleft().result()
@@ -198,15 +203,15 @@ def _batches(parts: Iterable[tuple[TensorInfo, Region]]) -> Iterator[list[tuple[
         yield batch
 
 
-def _check(checkpoint: VerifiableCheckpoint, files: CheckpointFiles, info: TensorInfo, region: Region) -> _Checked:
+def _check(files: CheckpointFiles, info: TensorInfo, region: Region) -> _Checked:
     content = 0
     damages: list[Damage] = []
     dtype = DTYPES[info.stored_dtype_name]
     nbytes = region.numel * dtype.itemsize
     try:
-        checkpoint.validate_stored([(info.name, region)], unchecked=UNCHECKED_NBYTES)
+        files.validate_stored([(info.name, region)], UNCHECKED_NBYTES)
         elements = np.empty(region.shape, dtype)
-        checkpoint.read_into(info.name, region, elements, max_in_flight=nbytes)
+        files.read([(info.name, [(region, elements)])], nbytes, lambda _: None)
         if info.content_digest is not None:
             content = content_share(elements, info.shape, region)
     except (CheckpointCorruptError, StorageError) as error:
