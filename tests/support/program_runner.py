@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ LAZY_REFUSED = (
 # * "DTensors have no lazy bits": where plain tensors have one, strides of what follows are not compared.
 # * "Changes of shape in place", and "as_strided": `REFUSED`.
 # * "Strides of dims of size 1, and of tensors without elements": `_steps`.
-# * "Strides of gradients": those of torch.autograd.grad and of what `grad` is are not compared;
+# * "Strides of gradients": those of torch.autograd.grad, of what `grad` is, and of what is made of them are not compared;
 #   nor whether gradients of zeros require gradients.
 # Not compared, as they mean nothing on plain tensors either: gradients of what was written to through `data`, results
 # written to their own operands (`out` of a product), what is written through views whose elements overlap in memory,
@@ -153,8 +154,10 @@ def _differences(program: Program, mesh: Mesh, *, goes_on: bool) -> Iterator[Dif
     ours = namespace() | {each.name: _distributed(each, mesh) for each in program.inputs}
     is_lazy, gradients = False, set[str]()
     for position, statement in enumerate(program.statements):
-        if statement.source.endswith(".grad") or " = torch.autograd.grad(" in statement.source:
-            gradients.add(statement.source.rpartition("; ")[2].partition(" = ")[0])
+        made, _, value = statement.source.rpartition("; ")[2].partition(" = ")
+        # Also what is made of a gradient.
+        if value.endswith(".grad") or "torch.autograd.grad(" in value or gradients & {*re.findall(r"\w+", value)}:
+            gradients.add(made)
         before = _versions(plain), _versions(ours)
         expected, error = execute(statement.source, plain), execute(statement.source, ours)
         if any(text in str(error) for text in REFUSED) or any(text in str(expected) for text in NOT_REFUSED):
