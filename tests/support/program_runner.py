@@ -68,7 +68,8 @@ LAZY_REFUSED = (
 # * "DTensors have no lazy bits": where plain tensors have one, strides of what follows are not compared.
 # * "Changes of shape in place", and "as_strided": `REFUSED`.
 # * "Strides of dims of size 1, and of tensors without elements": `_steps`.
-# * "Strides of gradients": those of torch.autograd.grad, of what `grad` is, and of what is made of them are not compared;
+# * "Strides of gradients": those of torch.autograd.grad, of what `grad` is, and of what is made of them are
+#   not compared,
 #   nor whether gradients of zeros require gradients.
 # Not compared, as they mean nothing on plain tensors either: gradients of what was written to through `data`, results
 # written to their own operands (`out` of a product), what is written through views whose elements overlap in memory,
@@ -184,7 +185,7 @@ def _differences(program: Program, mesh: Mesh, *, goes_on: bool) -> Iterator[Dif
                     return
                 if (is_lazy or name.startswith("grad_") or name in gradients) and kind in MEMORY_FACTS:
                     continue
-                if kind == "requires_grad" and name in gradients and not each.any():
+                if kind in ("requires_grad", "is_leaf") and name in gradients and not each.any():
                     continue
                 yield Difference(kind, position, name, text)
         if program.looks:
