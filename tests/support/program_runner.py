@@ -185,7 +185,7 @@ def _differences(program: Program, mesh: Mesh, *, goes_on: bool) -> Iterator[Dif
                     return
                 if (is_lazy or name.startswith("grad_") or name in gradients) and kind in MEMORY_FACTS:
                     continue
-                if kind in ("requires_grad", "is_leaf") and name in gradients and not each.any():
+                if kind in ("requires_grad", "is_leaf", "grad_fn") and name in gradients and not each.any():
                     continue
                 yield Difference(kind, position, name, text)
         if program.looks:
