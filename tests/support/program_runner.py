@@ -70,7 +70,7 @@ LAZY_REFUSED = (
 # * "Strides of dims of size 1, and of tensors without elements": `_steps`.
 # * "Strides of gradients": those of torch.autograd.grad, of what `grad` is, and of what is made of them are
 #   not compared,
-#   nor whether gradients of zeros require gradients.
+#   nor whether gradients of zeros require gradients: there a program ends.
 # Not compared, as they mean nothing on plain tensors either: gradients of what was written to through `data`, results
 # written to their own operands (`out` of a product), what is written through views whose elements overlap in memory,
 # which may count twice, and random numbers.
@@ -186,7 +186,7 @@ def _differences(program: Program, mesh: Mesh, *, goes_on: bool) -> Iterator[Dif
                 if (is_lazy or name.startswith("grad_") or name in gradients) and kind in MEMORY_FACTS:
                     continue
                 if kind in ("requires_grad", "is_leaf", "grad_fn") and name in gradients and not each.any():
-                    continue
+                    return
                 yield Difference(kind, position, name, text)
         if program.looks:
             yield from _wrong_values(program, plain, ours, position)
