@@ -52,7 +52,7 @@ def test_a_token_does_not_fill_the_table_of_jobs():
     ):
         stub = pb_grpc.CoordinatorStub(channel)
         codes = set()
-        for number in range(10_000):
+        for number in range(amount(1_000, 10_000)):
             try:
                 register(stub, f"evil#x{number}", EVIL)
             except grpc.RpcError as error:
@@ -277,7 +277,7 @@ def test_no_history_of_one_owner_changes_the_answers_of_another(monkeypatch):
     for limit, value in (("ALL_BYTES", 4 * MIB), ("MAX_JOBS", 40), ("MAX_BARRIERS", 1000)):
         monkeypatch.setattr(memory, limit, value)
     num_full = 0
-    for seed in range(amount(60, 3000)):
+    for seed in range(amount(20, 3000)):
         alone, beside, is_full = history(seed)
         assert beside == alone, f"seed {seed}"
         num_full += is_full
