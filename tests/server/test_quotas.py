@@ -281,7 +281,7 @@ def test_no_history_of_one_owner_changes_the_answers_of_another(monkeypatch):
         alone, beside, is_full = history(seed)
         assert beside == alone, f"seed {seed}"
         num_full += is_full
-    assert num_full > 3, "the neighbour hardly ever took all"
+    assert num_full > 1, "the neighbour hardly ever took all"
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------
