@@ -9,7 +9,7 @@ import torch
 from support.operator_checks import GRID, LINE, check, distributed, replicated_operators, sample_placements
 from support.states import IS_DEVELOPMENT_TORCH
 
-from dtckpt.dtensor import Partial, Replicate, Shard
+from dtckpt.dtensor import Partial, Replicate, Shard, distribute_tensor
 from dtckpt.dtensor.operators import dispatch
 
 _aten = torch.ops.aten
@@ -172,3 +172,15 @@ def test_numbers_are_added_to_a_pending_maximum(operate, number):
     x = torch.tensor([1.0, -3.0, 2.0, 0.0])
     pending = distributed(x, (Shard(0),)).redistribute(placements=[Partial("max")])
     torch.testing.assert_close(operate(pending, number).full_tensor(), operate(x, number))
+
+
+@pytest.mark.parametrize("name", ["median", "nanmedian", "kthvalue", "mode"])
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
+def test_expanded_tensors_have_the_medians_of_their_copies(name, placement):
+    """PyTorch returns memory that nobody has written for some of them."""
+    arguments = (1,) if name == "kthvalue" else ()
+    for shape in ((1, 1), (4, 1), (1, 3)):
+        whole = torch.arange(1.0, 13.0)[: torch.Size(shape).numel()].reshape(shape)
+        expected = getattr(whole.expand(4, 3).clone(), name)(*arguments, 0)
+        expanded = distribute_tensor(whole, LINE, [Replicate()]).expand(4, 3).redistribute(placements=[placement])
+        assert getattr(expanded, name)(*arguments, 0).values.full_tensor().equal(expected.values)

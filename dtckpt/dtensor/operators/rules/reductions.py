@@ -127,4 +127,12 @@ def _median(call: Call) -> Rule | None:
 @rule(_aten.kthvalue.default, _aten.median.dim, _aten.mode.default, _aten.nanmedian.dim)
 def _median_and_index(call: Call) -> Rule | None:
     """The dim that is reduced must be whole; values and indices."""
-    return reduce_dims(call, call["dim"], keepdim=call["keepdim"], num_results=2)
+    func = call.func
+
+    def of_elements(component: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # PyTorch's kernels for medians return memory that nobody has written if dims were expanded.
+        return func(component.contiguous() if 0 in component.stride() else component, *args, **kwargs)
+
+    is_median = func in (_aten.median.dim, _aten.nanmedian.dim)
+    local = of_elements if is_median else None
+    return reduce_dims(call, call["dim"], keepdim=call["keepdim"], num_results=2, local=local)
