@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from dtckpt.checkpoint.managing.leftovers import Leftover, collect_leftovers, find_leftovers, targets_of_leftovers
+from dtckpt.checkpoint.managing.leftovers import Leftover, collect_leftovers, find_leftovers, interrupted_exchanges
 from dtckpt.checkpoint.managing.root_lock import RootLock
 from dtckpt.errors import CheckpointConflictError
 from dtckpt.format import json_facts
@@ -122,7 +122,7 @@ class DirectoryRoot:
     def names(self) -> set[str]:
         """As `Root.names`."""
         with translate_errors("list the checkpoints", self.where), suppress(FileNotFoundError):
-            return {entry.name for entry in self.where.iterdir()} | targets_of_leftovers(self.where)
+            return {entry.name for entry in self.where.iterdir()} | interrupted_exchanges(self.where)
         return set()
 
     def exists(self) -> bool:

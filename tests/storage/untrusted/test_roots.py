@@ -16,6 +16,7 @@ import dtckpt
 from dtckpt import CheckpointManager, LocalTier
 from dtckpt.checkpoint.managing.root_lock import LOCK_NAME
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER
+from dtckpt.checkpoint.resharding.workers import MARK_NAME
 from dtckpt.checkpoint.tiers.host_folder import HostFolder, job_name
 from dtckpt.checkpoint.tiers.root_identity import IDENTITY_NAME
 from dtckpt.checkpoint.tiers.status import STATUS_NAME
@@ -190,6 +191,61 @@ def test_workers_do_not_build_in_a_link(tmp_path, elsewhere):
     with pytest.raises(StorageError, match="nothing is written through it"):
         commit_by_rename.begin_shared(tmp_path / "s", "reshard-1")
     assert content(elsewhere) == before
+
+
+@pytest.mark.parametrize("name", ["s/dtckpt.manifest", f"{{building}}/client_1/{MARK_NAME}"])
+def test_workers_do_not_wait_for_a_fifo(tmp_path, name):
+    dtckpt.save(tmp_path / "source", TREE)
+    reshard = ["reshard", *map(str, (tmp_path / "source", tmp_path / "s")), "--mesh", "x=2", "--workers", "2"]
+    if "building" in name:
+        assert main([*reshard, "--worker", "0"]) == 0
+        (building,) = tmp_path.glob(".s.dtckpt-new-*")
+        name = name.format(building=building.name)
+    fifo_path = tmp_path / name
+    fifo_path.parent.mkdir(exist_ok=True)
+    os.mkfifo(fifo_path)
+    with bounded():
+        assert main([*reshard, "--worker", "0", "--resume"]) in (ExitCode.CONFLICT, ExitCode.FAILED)
+
+
+def deepen(folder, levels):
+    """Make directories in each other, deeper than Python's stack and than the longest path."""
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir("d", dir_fd=descriptor)
+        inner = os.open("d", os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = inner
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("role", ["new", "old", "trash"])
+def test_directories_deeper_than_the_stack(tmp_path, role):
+    deepen(tmp_path / f".step_00000001.dtckpt-{role}-1", 3000)
+    deepen(tmp_path / f".step_00000002.dtckpt-{role}-1", 3000)
+    with CheckpointManager(tmp_path, is_async=False) as manager:
+        manager.save(1, TREE)
+    assert main(["ls", str(tmp_path)]) == 0
+    assert main(["gc", str(tmp_path), "--min-age", "0", "--yes"]) == 0
+    assert sorted(set(os.listdir(tmp_path)) - {RUNS_FOLDER}) == [LOCK_NAME, "step_00000001"]
+
+
+@pytest.mark.parametrize(
+    "name", ["x{}", "step_{:08d}", ".step_{:08d}.dtckpt-new-1", ".step_{:08d}.dtckpt-old-1", ".s.dtckpt-new-{}"]
+)
+def test_a_root_is_not_listed_for_each_of_its_entries(tmp_path, monkeypatch, name):
+    listed = []
+    siblings = commit_by_rename.siblings
+    monkeypatch.setattr(commit_by_rename, "siblings", lambda *args: listed.append(args) or siblings(*args))
+    for number in range(100):
+        (tmp_path / name.format(number)).mkdir()
+    with CheckpointManager(tmp_path, is_async=False) as manager:
+        manager.save(1000, TREE)
+        manager.restore()
+    assert main(["ls", str(tmp_path)]) == 0
+    assert main(["gc", str(tmp_path), "--min-age", "0", "--yes"]) == 0
+    assert len(listed) < 30
 
 
 @pytest.mark.parametrize("prepare", [lambda path, to: path.symlink_to(to), lambda path, _: path.mkdir(mode=0o777)])
