@@ -26,7 +26,7 @@ from typing import Protocol
 
 from dtckpt.checkpoint.managing.leftovers import Leftover, collect_leftovers, find_leftovers, interrupted_exchanges
 from dtckpt.checkpoint.managing.root_lock import RootLock
-from dtckpt.errors import CheckpointConflictError
+from dtckpt.errors import CheckpointConflictError, printable
 from dtckpt.format import json_facts
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.commit_by_decision import COMMITTED, GIVEN_UP, REGISTER_FOLDER, AttemptRegister, start_ns
@@ -206,7 +206,7 @@ class ObjectRoot:
 def _process_of(data: bytes) -> str:
     """Read the process that made an entry or a claim. Raises: ValueError: It is damaged."""
     holder = json_facts.parse_object(data)
-    return f"process {json_facts.whole(holder.get('process'))} on {json_facts.text(holder.get('host'))}"
+    return f"process {json_facts.whole(holder.get('process'))} on {printable(json_facts.text(holder.get('host')))}"
 
 
 class NewestManager:

@@ -6,15 +6,18 @@ documented classes.
 
 import contextlib
 import os
+import re
 import signal
 import stat
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import dtckpt
 from dtckpt import CheckpointManager, LocalTier
-from dtckpt.checkpoint.managing.root_lock import LOCK_NAME
+from dtckpt.checkpoint.managing.root_lock import LOCK_NAME, RootLock
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER
 from dtckpt.checkpoint.resharding.workers import MARK_NAME
 from dtckpt.checkpoint.tiers.host_folder import HostFolder, job_name
@@ -22,7 +25,7 @@ from dtckpt.checkpoint.tiers.root_identity import IDENTITY_NAME
 from dtckpt.checkpoint.tiers.status import STATUS_NAME
 from dtckpt.cli.exit_codes import ExitCode
 from dtckpt.cli.main import main
-from dtckpt.errors import DtckptError, StorageError
+from dtckpt.errors import CheckpointConflictError, DtckptError, StorageError
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.local_folder import LocalFolder
 
@@ -273,6 +276,19 @@ def test_a_root_that_every_user_may_write_to_is_warned_of_once(tmp_path, caplog)
         with CheckpointManager(tmp_path, is_async=False) as manager:
             manager.save(1, TREE)
     assert caplog.text.count("every user may write to") == 1
+
+
+def test_the_holder_of_a_lock_cannot_forge_lines(tmp_path):
+    lock = tmp_path / LOCK_NAME
+    lock.write_text("process 1\n\x1b[2Jroot on host")
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", hold, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        shown = r"process 1\n\x1b[2Jroot on host"
+        assert RootLock(tmp_path).holder() == shown
+        with pytest.raises(CheckpointConflictError, match=re.escape(f"{shown} saves checkpoints")):
+            RootLock(tmp_path).acquire()
+        process.stdin.close()
 
 
 def test_drafts_of_dead_processes_are_removed(tmp_path):
