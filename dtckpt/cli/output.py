@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dtckpt.layout.layout import Layout
 
 MAX_VALUE_CHARS = 80
+MAX_COLUMN_WIDTH = 256
 
 
 def write_line(text: str) -> None:
@@ -116,9 +117,10 @@ def format_value(node: Node) -> str:
 
 
 def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table whose columns are as wide as their widest cell."""
+    """Return the lines of a table whose columns are as wide as their widest cell, but for lines with longer ones."""
     safe = [[printable(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(map(len, column)) for column in zip(*safe, strict=True)]
+    # Bounded: else one long name in a file makes every line as long.
+    widths = [min(MAX_COLUMN_WIDTH, max(map(len, column))) for column in zip(*safe, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in safe]
 
 

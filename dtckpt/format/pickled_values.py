@@ -71,7 +71,7 @@ def read_array(call: Call, where: str, budget: ReadBudget) -> np.ndarray[Any, An
 
 def _made(make: Maker, call: Call, where: str, budget: ReadBudget, depth: int) -> Any:
     arguments = [plain_value(argument, where, budget, depth + 1) for argument in call.arguments]
-    state = plain_value(call.state, where, budget, depth + 1)
+    state = plain_value(_without_empty_attributes(call.state), where, budget, depth + 1)
     if call.keywords is not None or call.pairs:
         raise refusal(call, where)
     try:
@@ -80,6 +80,12 @@ def _made(make: Maker, call: Call, where: str, budget: ReadBudget, depth: int) -
         return make(arguments, state)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise refusal(call, where, f"it is malformed: {error}") from error
+
+
+def _without_empty_attributes(state: Any) -> Any:
+    """Return a state without the empty ``__dict__`` of an object whose attributes somebody looked for."""
+    has_empty = type(state) is tuple and state and type(state[-1]) is Pairs and not state[-1]
+    return (*state[:-1], None) if has_empty else state
 
 
 def _constant(constant: Global, where: str) -> Any:

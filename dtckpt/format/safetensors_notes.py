@@ -101,7 +101,7 @@ def index_of(where: str, headers: Mapping[str, SafetensorsHeader], index: Weight
                     f"tensor {name[:200]!r} is in {other} and in {file} of {where}; open the file that you mean, by "
                     "its own path"
                 )
-            stored[name] = replace(tensor, content=digests.get(name))
+            stored[name] = replace(tensor, content=digests[name]) if name in digests else tensor
     ties = {file: _ties(header) for file, header in headers.items()}
     for tied in ties.values():
         for name, kept in tied.items():

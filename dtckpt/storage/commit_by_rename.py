@@ -56,7 +56,7 @@ def siblings(target: Path, role: str) -> list[Path]:
     """Return the working directories of a role beside a target."""
     prefix = f".{target.name}.dtckpt-{role}-"
     try:
-        return sorted(entry for entry in target.parent.iterdir() if entry.name.startswith(prefix))
+        return sorted(target.parent / name for name in os.listdir(target.parent) if name.startswith(prefix))
     except OSError:
         return []
 
@@ -68,10 +68,15 @@ def _interrupted_exchange(target: Path) -> Path | None:
     """
     if not target.exists():
         for old in siblings(target, "old"):
-            token = old.name.rpartition("-old-")[2]
-            if is_committed(old) and is_committed(sibling(target, "new", token)):
+            if is_interrupted_exchange(target, old.name.rpartition("-old-")[2]):
                 return old
     return None
+
+
+def is_interrupted_exchange(target: Path, token: str) -> bool:
+    """Whether an attempt's replacement of a checkpoint stopped between two renames; nothing is listed."""
+    pair = sibling(target, "old", token), sibling(target, "new", token)
+    return not target.exists() and all(map(is_committed, pair))
 
 
 def validate_name(target: Path) -> None:
@@ -358,7 +363,8 @@ def locate(target: Path) -> Path:
             )
         if old := _interrupted_exchange(target):
             return old
-        hint = "; a save to it did not complete" if siblings(target, "new") else ""
+        # Not for each entry of a large directory that is no checkpoint: to look beside it takes as long as there are.
+        hint = "; a save to it did not complete" if not target.exists() and siblings(target, "new") else ""
         raise CheckpointNotFoundError(f"there is no checkpoint at {target}{hint}")
 
 

@@ -273,9 +273,11 @@ class LocalFolder:
             if not stat.S_ISDIR(os.lstat(last, dir_fd=folder).st_mode):
                 os.unlink(last, dir_fd=folder)
                 return
-            shutil.rmtree(last, ignore_errors=True, dir_fd=folder)
+            with suppress(RecursionError):
+                shutil.rmtree(last, ignore_errors=True, dir_fd=folder)
             if _is_there(last, folder):
-                shutil.rmtree(last, dir_fd=folder)  # for the error
+                _flatten(last, folder)
+                shutil.rmtree(last, dir_fd=folder)  # also for the error
 
     def remove_drafts(self, *, before_s: float) -> None:
         """Remove the drafts of `replace` that processes which died have left.
@@ -304,6 +306,30 @@ def _new_file(name: str, folder: int) -> int:
 def _fill(descriptor: int, data: bytes) -> None:
     with open(descriptor, "wb") as file:
         file.write(data)
+
+
+def _flatten(name: str, folder: int) -> None:
+    """Move all directories of a tree up to its top: a tree deeper than Python's stack cannot be removed as it is."""
+    top = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+    try:
+        pending = _folders_in(top)
+        while pending:
+            with suppress(OSError):  # what stays where it is fails the removal
+                inner = os.open(pending.pop(), _FOLDER | os.O_NOFOLLOW, dir_fd=top)
+                try:
+                    for each in _folders_in(inner):
+                        new = secrets.token_hex(8)
+                        os.rename(each, new, src_dir_fd=inner, dst_dir_fd=top)
+                        pending.append(new)
+                finally:
+                    os.close(inner)
+    finally:
+        os.close(top)
+
+
+def _folders_in(folder: int) -> list[str]:
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
 
 
 def _is_there(name: str, folder: int) -> bool:

@@ -37,6 +37,17 @@ def rows_of(result):
     return [line.split(maxsplit=2) for line in result.out.splitlines()]
 
 
+def test_one_long_name_does_not_make_every_line_long(tmp_path, run):
+    names = ["".join(chr(97 + number // 26**digit % 26) for digit in range(3)) for number in range(300)]
+    safetensors.torch.save_file({name: torch.ones(1) for name in [*names, "x" * 100_000]}, tmp_path / "a.safetensors")
+    safetensors.torch.save_file({"w": torch.ones(2)}, tmp_path / "b.safetensors")
+    for result in (
+        run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors"),
+        run("inspect", tmp_path / "a.safetensors"),
+    ):
+        assert len(result.out) < 500_000
+
+
 def test_text(run, pair):
     result = run("diff", *pair)
     assert (result.code, result.err) == (1, "")

@@ -17,19 +17,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.directory_lock import lock_directory
 from dtckpt.storage.location import Location
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
-_WORKING_NAME = re.compile(r"\.(?P<target>.+)\.dtckpt-(?P<role>new|old|trash)-[^/]*", re.DOTALL)
+_WORKING_NAME = re.compile(r"\.(?P<target>.+)\.dtckpt-(?P<role>new|old|trash)-(?P<token>[^/]*)", re.DOTALL)
 
 
-def targets_of_leftovers(root: Path) -> set[str]:
-    """Return the names of the checkpoints to which directories under construction, or replaced ones, belong."""
-    return {match["target"] for _, match in _working(root)}
+def interrupted_exchanges(root: Path) -> set[str]:
+    """Return the names of the checkpoints whose replacement stopped half-way: nothing has their names."""
+    return {
+        match["target"]
+        for _, match in _working(root)
+        if match["role"] == "old" and commit_by_rename.is_interrupted_exchange(root / match["target"], match["token"])
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def find_leftovers(root: Path, *, min_age_s: float, now: float) -> list[Leftover
         # An attempt may end at any moment. Then its folder is removed, or is a checkpoint.
         with suppress(FileNotFoundError):
             # The owner of a trash directory may be deleting it at this moment; that both delete does no harm.
-            is_dead = match["role"] == "trash" or _is_dead(folder, root / match["target"], min_age_s, now)
+            is_dead = match["role"] == "trash" or _is_dead(folder, match, min_age_s, now)
             since_s, nbytes = _last_change(folder)
             found.append(Leftover(match["target"], folder, is_dead, since_s, nbytes))
     return found
@@ -87,7 +90,7 @@ def collect_leftovers(root: Path, *, min_age_s: float, now: float) -> list[Path]
     for folder, match in list(_working(root)):
         target = root / match["target"]
         try:
-            if match["role"] != "trash" and not _is_dead(folder, target, min_age_s, now):
+            if match["role"] != "trash" and not _is_dead(folder, match, min_age_s, now):
                 continue
             commit_by_rename.discard(folder, target, is_durable=True)
         except OSError as error:
@@ -104,12 +107,9 @@ def _working(root: Path) -> Iterator[tuple[Path, re.Match[str]]]:
             yield entry, match
 
 
-def _is_dead(folder: Path, target: Path, min_age_s: float, now: float) -> bool:
-    try:
-        if commit_by_rename.locate(target) != target:
-            return False  # a replacement stopped half-way: readers open the old directory, the next save completes it
-    except (CheckpointNotFoundError, CheckpointIncompleteError):
-        pass
+def _is_dead(folder: Path, match: re.Match[str], min_age_s: float, now: float) -> bool:
+    if commit_by_rename.is_interrupted_exchange(folder.with_name(match["target"]), match["token"]):
+        return False  # readers open the old directory, and the next save completes the replacement
     if now - _last_change(folder)[0] < min_age_s:
         return False
     if not _is_directory(folder):
@@ -124,12 +124,17 @@ def _is_directory(path: Path) -> bool:
 
 def _last_change(folder: Path) -> tuple[float, int]:
     """Return when something in a directory changed last, and the bytes of its files. Links are not followed."""
-    times, nbytes = [folder.lstat().st_mtime], 0
-    for path, _, files in os.walk(folder) if _is_directory(folder) else ():
-        for name in ("", *files):
-            # A save that is under way removes files; to remove one changes its folder, too.
-            with suppress(FileNotFoundError):
-                status = os.lstat(Path(path, name))
-                times.append(status.st_mtime)
-                nbytes += status.st_size if name else 0
-    return max(times), nbytes
+    since_s, nbytes = folder.lstat().st_mtime, 0
+    pending = [str(folder)] if _is_directory(folder) else []
+    while pending:  # not by recursion: a stranger's directories may be deeper than Python's stack
+        # A save that is under way removes files; to remove one changes its folder, too.
+        with suppress(OSError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                with suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    since_s = max(since_s, status.st_mtime)
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+                    else:
+                        nbytes += status.st_size
+    return since_s, nbytes

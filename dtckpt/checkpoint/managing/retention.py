@@ -62,6 +62,8 @@ class Retention:
             ConfigError: A metric is no number, or all are, and the one that ranks the steps is not among them.
         """
         metrics = {}
+        if passed is not None and not isinstance(passed, Mapping):
+            raise ConfigError(f"metrics of step {step} must be numbers by name; got {passed!r:.80}; pass a dict")
         for name, value in (passed or {}).items():
             try:
                 if not isinstance(name, str) or isinstance(value, str | bytes):

@@ -24,9 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
-from dtckpt.checkpoint.managing.leftovers import Leftover, collect_leftovers, find_leftovers, targets_of_leftovers
+from dtckpt.checkpoint.managing.leftovers import Leftover, collect_leftovers, find_leftovers, interrupted_exchanges
 from dtckpt.checkpoint.managing.root_lock import RootLock
-from dtckpt.errors import CheckpointConflictError
+from dtckpt.errors import CheckpointConflictError, printable
 from dtckpt.format import json_facts
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.commit_by_decision import COMMITTED, GIVEN_UP, REGISTER_FOLDER, AttemptRegister, start_ns
@@ -122,7 +122,7 @@ class DirectoryRoot:
     def names(self) -> set[str]:
         """As `Root.names`."""
         with translate_errors("list the checkpoints", self.where), suppress(FileNotFoundError):
-            return {entry.name for entry in self.where.iterdir()} | targets_of_leftovers(self.where)
+            return {entry.name for entry in self.where.iterdir()} | interrupted_exchanges(self.where)
         return set()
 
     def exists(self) -> bool:
@@ -206,7 +206,7 @@ class ObjectRoot:
 def _process_of(data: bytes) -> str:
     """Read the process that made an entry or a claim. Raises: ValueError: It is damaged."""
     holder = json_facts.parse_object(data)
-    return f"process {json_facts.whole(holder.get('process'))} on {json_facts.text(holder.get('host'))}"
+    return f"process {json_facts.whole(holder.get('process'))} on {printable(json_facts.text(holder.get('host')))}"
 
 
 class NewestManager:

@@ -18,7 +18,7 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from dtckpt.errors import CheckpointConflictError
+from dtckpt.errors import CheckpointConflictError, printable
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.local_folder import LocalFolder, make_folders
 
@@ -85,8 +85,7 @@ class RootLock:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
-                holder = os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
-                raise self._conflict(holder) from None
+                raise self._conflict(_noted_holder(descriptor)) from None
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
                 raise
             logger.warning("%s has no locks, so a second job that saves there would go unnoticed", self._root)
@@ -112,7 +111,7 @@ class RootLock:
             kind, *_ = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
             if kind == fcntl.F_UNLCK:
                 return ""
-            return os.pread(descriptor, 200, 0).decode(errors="replace") or "another process"
+            return _noted_holder(descriptor)
         except OSError:  # a file system without locks
             return ""
         finally:
@@ -125,3 +124,8 @@ class RootLock:
             del _held[key]
         if self._close is not None:
             self._close()
+
+
+def _noted_holder(descriptor: int) -> str:
+    """Return what a lock's file says of its holder, as one line: whoever may write to the root may have written it."""
+    return printable(os.pread(descriptor, 200, 0).decode(errors="replace")) or "another process"

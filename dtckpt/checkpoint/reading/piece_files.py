@@ -239,7 +239,8 @@ class PieceFiles:
             validate_convertible(name, tensor.dtype, buffers)
             regions = [region for region, _ in buffers]
             # A tensor of the pieces that are needed, so that their places are checked, and no other piece again.
-            needed = replace(tensor, pieces=tuple(self._located(tensor, regions)))
+            pieces = tuple(self._located(tensor, regions))
+            needed = tensor if pieces == tensor.pieces else replace(tensor, pieces=pieces)
             spans = plan_spans(needed, regions, max_gap=self._max_gap, max_nbytes=max_nbytes)
             for span in spans:
                 yield _SpanRead(span, DTYPES[tensor.dtype], cut(buffers[span.number][1], span.target))

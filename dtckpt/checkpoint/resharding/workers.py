@@ -35,11 +35,11 @@ from dtckpt.errors import (
     StorageError,
 )
 from dtckpt.format.digest import bytes_digest
-from dtckpt.format.manifest import MANIFEST_NAME, Manifest
+from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, Manifest
 from dtckpt.storage import commit_by_rename, fsync
 from dtckpt.storage.commit_by_rename import DirectoryAttempt
 from dtckpt.storage.directory_lock import lock_directory
-from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.failures import MalformedError, translate_errors
 from dtckpt.storage.local_folder import LocalFolder, rename
 from dtckpt.storage.zarr_tensorstore import DATA_FOLDER, DATABASE_NAME, client_folder
 
@@ -198,7 +198,7 @@ class SharedAttempt:
                 count=count,
             )
             writer.write()
-            self._leave_mark((own / CHUNKS_NAME).read_bytes())
+            self._leave_mark(folder.read(CHUNKS_NAME))
             return written
 
     def _leave_mark(self, chunk_list: bytes) -> None:
@@ -222,7 +222,7 @@ class SharedAttempt:
         path = _mark_path(self._path, index)
         with translate_errors("read the mark of a part", path):
             try:
-                data = path.read_bytes()
+                data = (self._folder / client_folder(index)).read(MARK_NAME)
             except FileNotFoundError:
                 return None
         body, digest = data[:-_DIGEST_NBYTES], data[-_DIGEST_NBYTES:]
@@ -304,6 +304,7 @@ def _mark_path(folder: Path, index: int) -> Path:
 def _attempt_of(folder: Path) -> str:
     """Return the attempt that wrote the manifest in a folder, "" if there is none."""
     try:
-        return Manifest.from_bytes((folder / MANIFEST_NAME).read_bytes(), str(folder)).attempt
-    except (OSError, CheckpointError):  # one that was being written, or none of ours
+        data = LocalFolder(folder).read_whole(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
+        return Manifest.from_bytes(data, str(folder)).attempt
+    except (OSError, MalformedError, CheckpointError):  # one that was being written, or none of ours
         return ""

@@ -349,6 +349,8 @@ def test_bad_metrics_are_refused(tmp_path, value, local):
             manager.save(1, state(1), metrics={"loss": value})
         with pytest.raises(errors.ConfigError, match="metrics of step 1 must be numbers by name"):
             manager.save(1, state(1), metrics={7: 1.0})
+        with pytest.raises(errors.ConfigError, match="metrics of step 1 must be numbers by name"):
+            manager.save(1, state(1), metrics=[("loss", 1.0)])
         manager.save(1, state(1), metrics={"loss": 1.0})
     assert CheckpointManager(tmp_path / "run").metrics(1) == {"loss": 1.0}
 

@@ -150,6 +150,13 @@ def test_beside_what_each_process_saved(tmp_path):
         assert checkpoint.unread == ("notes.txt",)
 
 
+def test_a_stream_of_bytes_whose_attributes_were_looked_for(tmp_path):
+    stream = io.BytesIO(b"state")
+    assert vars(stream) == {}  # from now on its state has a dict, not None
+    torch.save({"a": stream}, tmp_path / "a.pt")
+    assert dtckpt.restore(tmp_path / "a.pt")["a"].getvalue() == b"state"
+
+
 def test_streams_of_bytes_stay_streams(tmp_path):
     """Megatron's objects: DCP gives a `BytesIO`, and so do a restore, and what a conversion writes."""
     stream = io.BytesIO(b"\0state\xff")

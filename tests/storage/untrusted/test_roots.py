@@ -6,22 +6,26 @@ documented classes.
 
 import contextlib
 import os
+import re
 import signal
 import stat
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import dtckpt
 from dtckpt import CheckpointManager, LocalTier
-from dtckpt.checkpoint.managing.root_lock import LOCK_NAME
+from dtckpt.checkpoint.managing.root_lock import LOCK_NAME, RootLock
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER
+from dtckpt.checkpoint.resharding.workers import MARK_NAME
 from dtckpt.checkpoint.tiers.host_folder import HostFolder, job_name
 from dtckpt.checkpoint.tiers.root_identity import IDENTITY_NAME
 from dtckpt.checkpoint.tiers.status import STATUS_NAME
 from dtckpt.cli.exit_codes import ExitCode
 from dtckpt.cli.main import main
-from dtckpt.errors import DtckptError, StorageError
+from dtckpt.errors import CheckpointConflictError, DtckptError, StorageError
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.local_folder import LocalFolder
 
@@ -192,6 +196,61 @@ def test_workers_do_not_build_in_a_link(tmp_path, elsewhere):
     assert content(elsewhere) == before
 
 
+@pytest.mark.parametrize("name", ["s/dtckpt.manifest", f"{{building}}/client_1/{MARK_NAME}"])
+def test_workers_do_not_wait_for_a_fifo(tmp_path, name):
+    dtckpt.save(tmp_path / "source", TREE)
+    reshard = ["reshard", *map(str, (tmp_path / "source", tmp_path / "s")), "--mesh", "x=2", "--workers", "2"]
+    if "building" in name:
+        assert main([*reshard, "--worker", "0"]) == 0
+        (building,) = tmp_path.glob(".s.dtckpt-new-*")
+        name = name.format(building=building.name)
+    fifo_path = tmp_path / name
+    fifo_path.parent.mkdir(exist_ok=True)
+    os.mkfifo(fifo_path)
+    with bounded():
+        assert main([*reshard, "--worker", "0", "--resume"]) in (ExitCode.CONFLICT, ExitCode.FAILED)
+
+
+def deepen(folder, levels):
+    """Make directories in each other, deeper than Python's stack and than the longest path."""
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
+    for _ in range(levels):
+        os.mkdir("d", dir_fd=descriptor)
+        inner = os.open("d", os.O_RDONLY, dir_fd=descriptor)
+        os.close(descriptor)
+        descriptor = inner
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("role", ["new", "old", "trash"])
+def test_directories_deeper_than_the_stack(tmp_path, role):
+    deepen(tmp_path / f".step_00000001.dtckpt-{role}-1", 3000)
+    deepen(tmp_path / f".step_00000002.dtckpt-{role}-1", 3000)
+    with CheckpointManager(tmp_path, is_async=False) as manager:
+        manager.save(1, TREE)
+    assert main(["ls", str(tmp_path)]) == 0
+    assert main(["gc", str(tmp_path), "--min-age", "0", "--yes"]) == 0
+    assert sorted(set(os.listdir(tmp_path)) - {RUNS_FOLDER}) == [LOCK_NAME, "step_00000001"]
+
+
+@pytest.mark.parametrize(
+    "name", ["x{}", "step_{:08d}", ".step_{:08d}.dtckpt-new-1", ".step_{:08d}.dtckpt-old-1", ".s.dtckpt-new-{}"]
+)
+def test_a_root_is_not_listed_for_each_of_its_entries(tmp_path, monkeypatch, name):
+    listed = []
+    siblings = commit_by_rename.siblings
+    monkeypatch.setattr(commit_by_rename, "siblings", lambda *args: listed.append(args) or siblings(*args))
+    for number in range(100):
+        (tmp_path / name.format(number)).mkdir()
+    with CheckpointManager(tmp_path, is_async=False) as manager:
+        manager.save(1000, TREE)
+        manager.restore()
+    assert main(["ls", str(tmp_path)]) == 0
+    assert main(["gc", str(tmp_path), "--min-age", "0", "--yes"]) == 0
+    assert len(listed) < 30
+
+
 @pytest.mark.parametrize("prepare", [lambda path, to: path.symlink_to(to), lambda path, _: path.mkdir(mode=0o777)])
 def test_a_prepared_directory_of_a_local_tier_is_refused(tmp_path, elsewhere, prepare):
     before, root = content(elsewhere), tmp_path / "root"
@@ -217,6 +276,19 @@ def test_a_root_that_every_user_may_write_to_is_warned_of_once(tmp_path, caplog)
         with CheckpointManager(tmp_path, is_async=False) as manager:
             manager.save(1, TREE)
     assert caplog.text.count("every user may write to") == 1
+
+
+def test_the_holder_of_a_lock_cannot_forge_lines(tmp_path):
+    lock = tmp_path / LOCK_NAME
+    lock.write_text("process 1\n\x1b[2Jroot on host")
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", hold, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        shown = r"process 1\n\x1b[2Jroot on host"
+        assert RootLock(tmp_path).holder() == shown
+        with pytest.raises(CheckpointConflictError, match=re.escape(f"{shown} saves checkpoints")):
+            RootLock(tmp_path).acquire()
+        process.stdin.close()
 
 
 def test_drafts_of_dead_processes_are_removed(tmp_path):
