@@ -196,7 +196,7 @@ class HostFolder:
         try:
             facts = json.loads((self.path / _RESTORES).read_bytes())
             return {str(name): int(count) for name, count in facts.items() if (self.path / name).is_dir()}
-        except (OSError, ValueError, TypeError, AttributeError):
+        except (OSError, ValueError, TypeError, AttributeError, OverflowError):
             return {}  # nobody depends on the count
 
     def note_restore(self, save: SaveId) -> None:
