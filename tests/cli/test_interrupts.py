@@ -137,7 +137,7 @@ def test_an_interrupt_that_is_dropped_or_translated_ends_the_command(run, monkey
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.share(8, of="instants of commands")
+@pytest.mark.share(4, of="instants of commands")
 @pytest.mark.parametrize("instant", range(NUM_INSTANTS))
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_interrupt_at_any_instant(folder, durations, command, instant):

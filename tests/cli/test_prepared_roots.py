@@ -164,7 +164,7 @@ def test_commands_and_managers_pass_over_files_of_wrong_types(run, sound_root, t
     root = tmp_path / "run"
     shutil.copytree(sound_root, root)
     (path,) = root.glob(FILES[kind])
-    for name, data in share(list(_variants(path)), 30, kind):
+    for name, data in share(list(_variants(path)), 12, kind):
         path.write_bytes(data)
         print(name)  # shown if it fails
         _check_commands(run, root)
@@ -187,7 +187,7 @@ def test_object_stores_pass_over_files_of_wrong_types(run, kind):
         folder = root.folder / (MANAGERS if kind == "manager" else f"{REGISTER_FOLDER}/{STEP}")
         sound = {"renewed_s": 1.0, "process": 1, "host": "host0"}
         entry = f"{1:020d}-00000000"
-        for name, text in share([*_texts(sound), ("no JSON", "x")], 30, kind):
+        for name, text in share([*_texts(sound), ("no JSON", "x")], 12, kind):
             print(name)  # shown if it fails
             folder.write(entry, text.encode())
             assert run("ls", url).code == ExitCode.OK

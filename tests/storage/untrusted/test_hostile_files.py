@@ -16,5 +16,5 @@ def test_bombs(tmp_path):
 
 
 def test_mutations(tmp_path):
-    runs = list(run_all(tmp_path, "mutation", range(amount(100, 10_000)), 1, SEED))
+    runs = list(run_all(tmp_path, "mutation", range(amount(50, 10_000)), 1, SEED))
     assert all(run.is_fine for run in runs), report(runs)

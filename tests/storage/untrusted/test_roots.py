@@ -147,6 +147,7 @@ CASES = [
 ]
 
 
+@pytest.mark.share(30)
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda each: getattr(each, "__name__", each))
 def test_nothing_outside_of_a_prepared_root_changes(tmp_path, elsewhere, name, kind):
     root = tmp_path / "root"
