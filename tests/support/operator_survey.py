@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib
 import json
 import multiprocessing
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,13 +14,13 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from .arrangements import ARRANGEMENTS, Arrangement, Plain, torch_arrangements
 from .operator_database import BACKWARD, DIRECTIONS, ERROR, FORWARD, FULL, QUICK, RIGHT, Outcome, Scale, outcomes_of
 from .operator_samples import operators
+from .time_limit import time_limit
 
 OPERATOR_TIMEOUT_S = 60
 SLOWEST = 15
@@ -61,7 +59,7 @@ def survey(job: Job) -> Report:
     among: Sequence[Arrangement] = RUNTIMES[job.runtime]()
     outcomes: list[Outcome] = []
     before = statistics()
-    with _alarm(OPERATOR_TIMEOUT_S):
+    with time_limit(OPERATOR_TIMEOUT_S):
         try:
             outcomes.extend(outcomes_of(job.name, job.scale, job.directions, among))
         except Exception as error:
@@ -71,20 +69,6 @@ def survey(job: Job) -> Report:
 
 def _broken(job: Job, text: str) -> Outcome:
     return Outcome(job.name, job.directions[0], "trial", 0, "", ERROR, text)
-
-
-@contextlib.contextmanager
-def _alarm(seconds: int) -> Iterator[None]:
-    def ring(*_: Any) -> None:
-        raise TimeoutError(f"took more than {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def statistics() -> dict[str, dict[str, int]]:

@@ -4,16 +4,15 @@ Whatever is done below such a root, nothing outside of it changes, nothing waits
 documented classes.
 """
 
-import contextlib
 import os
 import re
-import signal
 import stat
 import subprocess
 import sys
 
 import pytest
 import torch
+from support.time_limit import time_limit
 
 import dtckpt
 from dtckpt import CheckpointManager, LocalTier
@@ -125,22 +124,6 @@ def work(root, tier_path):
     return errors
 
 
-@contextlib.contextmanager
-def bounded():
-    """Fail, in a context, what waits for ever."""
-
-    def fail(*_):
-        raise TimeoutError("it waits for ever")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(WAIT_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 CASES = [
     *((name, kind) for name in FILES for kind in (link, dangling_link, loop, hard_link, fifo, to_everything)),
     *((name, kind) for name in FOLDERS for kind in (link, dangling_link, loop, fifo, to_everything)),
@@ -157,7 +140,7 @@ def test_nothing_outside_of_a_prepared_root_changes(tmp_path, elsewhere, name, k
     outside = elsewhere / ("file" if name in FILES else "checkpoint" if name == "step_00000003" else "names")
     kind(root / name, outside)
     before = content(elsewhere)
-    with bounded():
+    with time_limit(WAIT_S):
         work(root, tmp_path / "tier")
     assert content(elsewhere) == before
 
@@ -208,7 +191,7 @@ def test_workers_do_not_wait_for_a_fifo(tmp_path, name):
     fifo_path = tmp_path / name
     fifo_path.parent.mkdir(exist_ok=True)
     os.mkfifo(fifo_path)
-    with bounded():
+    with time_limit(WAIT_S):
         assert main([*reshard, "--worker", "0", "--resume"]) in (ExitCode.CONFLICT, ExitCode.FAILED)
 
 
@@ -339,7 +322,7 @@ class TestLocalFolder:
         (outside / "f").write_text("precious")
         (tmp_path / "inside" / "a").mkdir(parents=True)
         kind(tmp_path / "inside" / "a" / "f", outside / "f")
-        with bounded():
+        with time_limit(WAIT_S):
             change(LocalFolder(tmp_path / "inside"))
         found = tmp_path / "inside" / "a" / "f"
         assert not os.path.lexists(found) or (found.lstat().st_nlink, found.read_bytes()) == (1, b"new")
