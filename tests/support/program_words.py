@@ -16,6 +16,10 @@ _UNCHECKED = ("out={x}", "{x}.tril_", "{x}.triu_", "{x}.median({dim}", "{x}.nanm
 for which it returns memory that nobody has written."""
 
 
+_CUTS = ("log", "sqrt", "acos", "asin", "atan", "pow", "**", "angle")
+"""Functions of complex numbers that jump at a half axis."""
+
+
 class Words(Variables):
     """Fills templates."""
 
@@ -44,6 +48,8 @@ class Words(Variables):
                     and str(each.ndim) in row.ranks
                     # Some operators of PyTorch write to one place several times, and it keeps any of the values.
                     and not (any(text in row.statement for text in _UNCHECKED) and _is_expanded(each))
+                    # Sums of terms lose the signs of zeros, on which the side of a branch cut depends.
+                    and not (self.can_be_pending and each.is_complex() and any(cut in row.statement for cut in _CUTS))
                     # The mean of no numbers is whatever was in memory.
                     and not ("margin_loss" in row.statement and not each.numel())
                     # Autograd would go on to take the view for a part of its base.

@@ -188,17 +188,30 @@ class RulePlan:
             if self._is_in_place:
                 return args[0]
             return results_without_devices(self.func, args, kwargs, tensors, self._results)
+        if self._is_in_place:
+            # The choice kept the layout of the first operand: its own components are written to.
+            self._write_on_devices(components, args, kwargs)
+            return self._after_writing(args, kwargs)
         outputs = [
             self._run_on_device(self._local, device, [of_operand[device] for of_operand in components], args, kwargs)
             for device in range(len(components[0]))
         ]
-        # In place, the choice kept the layout of the first operand: its own components have been written to.
-        if self._is_in_place:
-            return self._after_writing(args, kwargs)
         results = self._wrap_all(outputs, nbytes_before(tensors[0]) if self._keeps_offset else 0)
         if self._is_view:
             self._track_views(results, args, kwargs, tensors[0])
         return results
+
+    def _write_on_devices(self, components: Sequence[Sequence[torch.Tensor]], args: Args, kwargs: Kwargs) -> None:
+        """Run the operator on all devices, also if one fails: it may have written, and copies stay equal."""
+        error = None
+        for device in range(len(components[0])):
+            try:
+                self._run_on_device(self._local, device, [each[device] for each in components], args, kwargs)
+            except RuntimeError as failure:
+                error = error or failure
+        if error is not None:
+            finish_write(args[0])
+            raise error
 
     def _run_on_device(
         self, function: Callable[..., Any], device: int, components: Sequence[torch.Tensor], args: Args, kwargs: Kwargs

@@ -369,3 +369,14 @@ def test_batch_norm_of_images_whose_dims_were_swapped(shape, dims):
     plain = torch.nn.functional.batch_norm(whole.swapdims(*dims), None, None, training=True)
     steps = [[step for step, size in zip(each.stride(), each.shape, strict=True) if size > 1] for each in (ours, plain)]
     assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("placement", [R, S1])
+def test_operators_that_fail_in_place_have_written_on_all_devices(placement):
+    numbers = torch.tensor([[2, 1, 4, 0], [2, 1, 4, 0]], dtype=torch.int32)
+    tensor = distribute_tensor(numbers, MESHES[0], [placement])
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        tensor[0].fmod_(tensor[0] * 1)
+    first, *others = tensor.components
+    if placement == R:
+        assert all(each.equal(first) for each in others)
