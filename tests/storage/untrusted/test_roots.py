@@ -1,7 +1,6 @@
-"""Roots that a stranger prepared: with links, fifos and files of other names in the place of what is written there.
+"""Roots that a stranger prepared: links, fifos and hard links stand in the place of entries that dtckpt writes.
 
-Whatever is done below such a root, nothing outside of it changes, nothing waits for ever, and an error is one of the
-documented classes.
+No call changes a file outside of such a root, or waits for ever; its errors are of the documented classes.
 """
 
 import contextlib
@@ -75,7 +74,7 @@ def to_everything(entry, outside):
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """A directory outside of the root, with files that look like those of one."""
+    """A directory outside of the root, with files that look like files of a root."""
     folder = tmp_path / "elsewhere"
     dtckpt.save(folder / "checkpoint", TREE)
     (folder / "file").write_text("precious")
@@ -127,7 +126,7 @@ def work(root, tier_path):
 
 @contextlib.contextmanager
 def bounded():
-    """Fail, in a context, what waits for ever."""
+    """In a context, fail code that waits for ever."""
 
     def fail(*_):
         raise TimeoutError("it waits for ever")
@@ -305,7 +304,7 @@ def test_drafts_of_dead_processes_are_removed(tmp_path):
 
 
 class TestLocalFolder:
-    """What an entry that a stranger prepared can lead to."""
+    """An entry that a stranger prepared leads no change out of the folder."""
 
     CHANGES = (
         lambda folder: folder.write("a/f", b"new"),
