@@ -1,8 +1,9 @@
 """What ten hostile tenants do to another one: latency and failures of its barriers, without and with them.
 
-Run: ``python -m benchmarks.noisy_neighbours [--seconds 20] [--clients 8] [--calls 32] [--only NAME ...]``. Each tenant
-has a token of its own and does one thing without end, with so many calls at one time. They are one process, at a lower
-priority, as a network would keep them from the coordinator's processor. The victim registers a new job for each row.
+Run: ``python -m benchmarks.noisy_neighbours [--seconds 20] [--clients 8] [--calls 32] [--only NAME ...]``. Each hostile
+tenant has its own token and repeats one kind of request without end, with so many calls at one time. One process runs
+them, at a lower priority, as a network would keep them from the coordinator's processor. The victim registers a new job
+for each row.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ async def attempts(tenant: Tenant) -> None:
 
 
 async def strangers(tenant: Tenant) -> None:
-    """Call with tokens that nobody has, in the name of the victim."""
+    """Call in the name of the victim, with an unknown token and without a token."""
     beat = pb.HeartbeatRequest(task=tenant.who(job=VICTIM))
     await tenant.call("Heartbeat", beat, "a-token-that-nobody-has")
     await tenant.call("Heartbeat", beat)
@@ -234,7 +235,7 @@ class Outcome:
 
 
 async def victim(port: int, job: str, num_clients: int, seconds: float) -> Outcome:
-    """Register, and meet at barriers for a while, as clients do that repeat what may pass."""
+    """Register, and meet at barriers for a while; repeat calls after temporary errors, as clients do."""
     tenants, outcome = [Tenant(port, job) for _ in range(num_clients)], Outcome()
 
     async def patient(tenant: Tenant, method: str, request: Any) -> Any:

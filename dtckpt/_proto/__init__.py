@@ -31,7 +31,7 @@ def require(*modules: str) -> None:
     """Import modules of generated code.
 
     Raises:
-        DependencyError: The installed protobuf or gRPC is too old for one of them.
+        DependencyError: The installed protobuf or gRPC is too old for one of the modules.
     """
     for module in modules:
         try:

@@ -2,7 +2,7 @@
 
 Such a tensor is stored as its parts (`dtckpt.format.tensor_parts`), and an optimizer that has no state yet gets tensors
 of the class again. The parts of a shard, as FSDP2 makes them, cannot be cut anew: codes and scales stand for blocks of
-the shard's elements. So the parts of each device have names of their own, with the device's number in the mesh::
+the shard's elements. So the parts of each device have separate names, with the device's number in the mesh::
 
     device 0    codes (8, 4), scale (2,)    ->    …/exp_avg/0/codes, …/exp_avg/0/scale
     device 1    codes (7, 4), scale (2,)    ->    …/exp_avg/1/codes, …/exp_avg/1/scale

@@ -38,7 +38,7 @@ EXIT_CODES: dict[type[BaseException], ExitCode] = {
     # Most errors that are neither about checkpoints nor coordination are about an argument that does not fit.
     errors.DtckptError: ExitCode.USAGE,
     errors.ReplicaMismatchError: ExitCode.FAILED,
-    # No command gets a tree from its user: it is about what a checkpoint holds.
+    # Users pass no tree to a command: the error is about a tree in a checkpoint.
     errors.TreeError: ExitCode.FAILED,
     errors.SaveDisagreementError: ExitCode.FAILED,
     errors.CheckpointError: ExitCode.FAILED,

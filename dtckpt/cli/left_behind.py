@@ -1,4 +1,4 @@
-"""What a conversion takes of its source, and what it leaves behind: lines, or facts of an event."""
+"""The files and keys that a conversion takes from its source or leaves behind, as lines or as facts of an event."""
 
 from __future__ import annotations
 

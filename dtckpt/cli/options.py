@@ -70,7 +70,7 @@ def rest_options(command: _Command) -> _Command:
     ignore = click.option(
         "--ignore-rest",
         is_flag=True,
-        help="Leave behind what dtckpt does not read of another library's SRC: files, notes, values.",
+        help="Leave behind the files, notes and values of another library's SRC that dtckpt does not read.",
     )
     return overwrite(ignore(command))
 

@@ -18,7 +18,7 @@ _OPTIONS = (
     ("pass ignore_rest=True", "pass --ignore-rest"),
     ("max_memory is too small", "--max-memory is too small"),
 )
-"""By the words in which the library names an argument, those that name the option."""
+"""The library's words for an argument, and the command line's words for the option."""
 
 
 def run(arguments: Sequence[str]) -> int:

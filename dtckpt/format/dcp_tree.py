@@ -51,7 +51,7 @@ def merge(node: trees.Node, other: trees.Node, path: str = "") -> tuple[trees.No
         path: Where they are in the tree.
 
     Returns:
-        The dict, and the paths of what both have and what is no dict: there the first one counts.
+        The dict; and the paths at which both have a node, and one of the nodes is no dict: the first node counts.
     """
     items = [[key, child] for key, child in node["dict"]]
     # By text, as in paths: a number and its text are one name there.

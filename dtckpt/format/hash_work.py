@@ -51,7 +51,7 @@ def _is_quick(hashes: npt.NDArray[np.int64], bits: int, linear_probes: int) -> b
     Args:
         hashes: The hashes.
         bits: The size.
-        linear_probes: Slots behind a full one that are looked at before the next jump: a set does so, a dict does not.
+        linear_probes: Slots behind a full slot that a lookup tries before its next jump: none in a dict.
     """
     mask = np.uint64((1 << bits) - 1)
     owners = np.full(1 << bits, -1, np.int64)

@@ -51,7 +51,7 @@ def validate_alone(file: str) -> None:
 
 
 def validate_parts(files: Collection[str], where: str) -> None:
-    """Check that of models in several files, as far as the names tell, no file is missing.
+    """Check that no file of a model in several files is missing, as far as the names tell.
 
     Args:
         files: The names of the files.

@@ -9,11 +9,11 @@ lists and tuples as they are, and stand-ins for the rest::
 What a name means is for the reader of the stand-ins to say, by a closed table (`dtckpt.format.pickled_values`).
 
 Objects that the program refers to twice are one object here, too. So the result may contain itself, and a walk along
-all of its paths may never end: whoever walks it counts levels and steps. An opcode of one byte can make an object of a
-hundred, so what is made is drawn from a budget (`dtckpt.format.read_budget`).
+all of its paths may never end: a caller that walks it counts levels and steps. An opcode of one byte can make an object
+of a hundred, so a budget bounds the bytes of the objects (`dtckpt.format.read_budget`).
 
-The opcodes are those of protocols 2 to 5, as Python writes them (documented in Python's `pickletools`). Those of
-Python's extension registry, of buffers outside the pickle, and of protocols 0 and 1 alone are refused.
+The parser reads the opcodes of protocols 2 to 5, as Python writes them (documented in Python's `pickletools`). It
+refuses the opcodes of Python's extension registry, of buffers outside the pickle, and of protocols 0 and 1 alone.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ def parse_pickle(data: bytes | memoryview, where: str, budget: ReadBudget | None
     Args:
         data: The pickle.
         where: The file, for messages.
-        budget: Bounds what is made, and grows by the bytes of the pickle. Default: one for this pickle alone.
+        budget: Bounds the bytes of the objects that the parser makes, and grows by the bytes of the pickle. Default: a
+            budget for this pickle alone.
 
     Raises:
         CheckpointCorruptError: It is cut short or malformed, uses opcodes that PyTorch does not, or is too long; or it
@@ -402,5 +403,5 @@ _MADE: dict[int, bytes] = {
     88: b"}ds",
     256: b"R\x81\x92\x8f\x91\x96",
 }
-"""Bytes of the object that an opcode makes, about, beside its place and what the pickle itself has of it."""
+"""Bytes of the object that an opcode makes, about, without its slot and without its bytes in the pickle."""
 _NBYTES = [_SLOT_NBYTES + next((size for size, codes in _MADE.items() if code in codes), 0) for code in range(256)]

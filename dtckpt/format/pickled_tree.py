@@ -51,7 +51,8 @@ def read_tree(value: Any, path: tuple[str, ...] = (), budget: ReadBudget | None 
     Args:
         value: The value, as `dtckpt.format.pickle_syntax.parse_pickle` returns it.
         path: The segments of names that lead to the value, if it is a part of a larger tree.
-        budget: Bounds what is made: the one that the pickle was parsed with. Default: that of a short pickle.
+        budget: Bounds the bytes of the objects made: the budget that the pickle was parsed with. Default: the budget of
+            a short pickle.
 
     Raises:
         TreeError: The value cannot be in a tree.

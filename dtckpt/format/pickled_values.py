@@ -36,7 +36,7 @@ def plain_value(value: Any, where: str, budget: ReadBudget, depth: int = 0) -> A
     Args:
         value: The value, as `dtckpt.format.pickle_syntax.parse_pickle` returns it.
         where: Its path, for messages.
-        budget: Bounds what is made.
+        budget: Bounds the bytes of the objects made.
         depth: The level of the value.
 
     Raises:
@@ -83,7 +83,7 @@ def _made(make: Maker, call: Call, where: str, budget: ReadBudget, depth: int) -
 
 
 def _without_empty_attributes(state: Any) -> Any:
-    """Return a state without the empty ``__dict__`` of an object whose attributes somebody looked for."""
+    """Return a state without the empty ``__dict__`` that an object has once its attributes were looked up."""
     has_empty = type(state) is tuple and state and type(state[-1]) is Pairs and not state[-1]
     return (*state[:-1], None) if has_empty else state
 

@@ -1,4 +1,4 @@
-"""`ReadBudget`: what the parsers of untrusted files may make of the bytes that they read; pure.
+"""`ReadBudget`: how many bytes of objects the parsers of untrusted files may make per byte read; pure.
 
 A file of a few hundred bytes can describe more objects than any memory holds: a list that contains itself many times, a
 text that is part of a million names, a tensor that repeats one element. So everything that is made is counted, before
@@ -23,14 +23,14 @@ MULTIPLE = 64
 NODE_NBYTES = 160
 """Bytes of a node of a state tree, about."""
 STEP_NBYTES = 32
-"""What a value counts for that takes no memory, as None: to look at it takes time."""
+"""Bytes that are counted for a value without memory, as None: to look at it takes time."""
 TENSOR_NBYTES = 1024
-"""Bytes of what describes a tensor or a piece of one, about."""
+"""Bytes of the description of a tensor, or of a piece of a tensor, about."""
 
 UNEXPANDED_NBYTES = 256 << 20
 """Bytes of tensors that a file of any size may hold: expanded tensors of this size are common."""
 MAX_EXPANSION = 64
-"""How many tensors may be made of the same bytes, on average: tied tensors, and those that were expanded."""
+"""How many tensors may be made of the same bytes, on average, as tied and expanded tensors are."""
 
 
 class ReadBudget:
@@ -56,7 +56,7 @@ class ReadBudget:
         return budget
 
     def grow(self, nbytes: int) -> None:
-        """Add what ``nbytes`` more bytes may make; they must have been read, not only claimed."""
+        """Add the objects that ``nbytes`` more bytes may make; the bytes must have been read, not only claimed."""
         with self._lock:
             self._nbytes += nbytes
             self._left += MULTIPLE * nbytes

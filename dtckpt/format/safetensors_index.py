@@ -98,7 +98,7 @@ class WeightIndex:
 
         Args:
             where: The folder, for messages.
-            known: Names of what the files hold.
+            known: Names of the tensors in the files.
         """
         return {
             name: CheckpointCorruptError(f"{where}/{self.name} says that {name[:200]!r} is in {file}, which lacks it")

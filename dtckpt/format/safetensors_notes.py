@@ -140,7 +140,7 @@ def _ties(header: SafetensorsHeader) -> dict[str, str]:
 
 
 def _tree_of(notes: Iterable[Mapping[str, Any]], stored: Collection[str]) -> trees.Node | None:
-    """Return the tree that files note; None if there is none, or if it is not that of their tensors."""
+    """Return the tree in the notes of files; None if there is none, or if it does not fit their tensors."""
     tree = _tree(next((note[TREE] for note in notes if TREE in note), None))
     if tree is None:
         return None
@@ -148,7 +148,7 @@ def _tree_of(notes: Iterable[Mapping[str, Any]], stored: Collection[str]) -> tre
         names = file_names(trees.tensor_names(tree))
     except TensorNameError:
         return None
-    # Somebody may have changed the tensors and kept the notes; then the tree is not theirs.
+    # Another program may have changed the tensors and kept the notes; then the tree does not fit.
     return tree if sorted(names.values()) == sorted(stored) else None
 
 

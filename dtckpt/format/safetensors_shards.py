@@ -25,9 +25,9 @@ VERSION = "DCP_VERSION"
 
 
 def absent_shards(files: Collection[str]) -> list[str]:
-    """Return the names of shards that are not there, of clients before the last one that has a file.
+    """Return the names of missing shards, of clients before the last client that has a file.
 
-    A client that held no tensor has no file either; the files do not tell which it is.
+    A client that held no tensor has no file either; the files do not tell the two cases apart.
     """
     numbers = {int(match["number"]) for file in files if (match := SHARD.fullmatch(file)) is not None}
     last = min(max(numbers, default=0), MAX_PARTS)

@@ -203,7 +203,7 @@ class ForeignIndex:
         # Lists, not sets: a name that occurs twice is refused, too.
         if sorted(trees.tensor_names(self.structure)) != sorted(self.tensors):
             raise CheckpointCorruptError("the checkpoint contradicts itself: its tree does not name every tensor once")
-        # Here, for all readers: several tensors may be made of the same bytes, and one of the same bytes many times.
+        # Checked here for all readers: tensors may share bytes, and one tensor may repeat the same bytes many times.
         nbytes = sum(
             piece.region.numel * tensor.itemsize for tensor in self.tensors.values() for piece in tensor.pieces
         )

@@ -81,10 +81,10 @@ class TorchZip:
     Args:
         where: Its name, for messages.
         value: The value of its pickle, with stand-ins (`dtckpt.format.pickle_syntax`).
-        prefix: What the names of its records begin with.
+        prefix: Prefix of the names of its records.
         records: The records by name.
         read: Reads it.
-        budget: What may still be made of it.
+        budget: Bounds the bytes of the objects made from it.
     """
 
     where: str

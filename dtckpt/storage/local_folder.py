@@ -1,7 +1,7 @@
 """The local back end: `LocalFolder`, files in a directory; and the only code that changes files below a directory.
 
-Whoever may write to a directory may prepare it: put a link in the place of a file or a folder that this library writes
-there, or a fifo in the place of a lock. No such entry leads out of the directory:
+A user with write access to a directory can prepare it: put a link in the place of a file or a folder that this library
+writes there, or a fifo in the place of a lock. No such entry leads out of the directory:
 
 * a directory is opened name by name, and its entries are named relative to the open directory (openat(2)). A link in
   the place of a folder is an error;
@@ -34,7 +34,7 @@ NO_REPLACE = 1
 EXCHANGE = 2
 """Flag of a rename after which two files or directories have each other's names."""
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
-"""Error numbers of systems that cannot do what a flag asks for."""
+"""Error numbers of systems that do not support a flag."""
 _DRAFT_SUFFIX = ".draft"
 _DRAFT_NAME = re.compile(r"\..+\.[0-9a-f]{16}\.draft", re.DOTALL)
 _AT_FDCWD = -100
@@ -69,7 +69,7 @@ class LocalFolder:
         """Open the directory, or one below it; yield the descriptor.
 
         Raises:
-            NotADirectoryError: A name below the base is that of a link, or of something else.
+            NotADirectoryError: A name below the base refers to a link, or to another entry that is no directory.
         """
         descriptor = os.open(self._base, _FOLDER)
         try:
@@ -193,7 +193,7 @@ class LocalFolder:
 
     @contextmanager
     def _draft(self, name: str, data: bytes) -> Iterator[tuple[int, str, str]]:
-        """Write a file beside the one of a name, and remove it at the end, if it is there still.
+        """Write a draft beside a file, and remove it at the end, if it is still there.
 
         Yields:
             The descriptor of their directory; the names of the draft and of the file there.
@@ -229,7 +229,7 @@ class LocalFolder:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
             os.close(descriptor)
-            raise _kind_error(errno.EMLINK, name, "is no file of its own")
+            raise _kind_error(errno.EMLINK, name, "is no regular file, or has other names")
         return descriptor
 
     def sync(self, names: Iterable[str]) -> None:

@@ -2,8 +2,8 @@
 
 The counts are upper estimates of the memory that Python takes, so that their bounds are bounds of memory. Verdicts are
 kept only for clients that ask late; everything else is needed. So verdicts are forgotten, oldest first, to make room:
-those of the owner itself, or of the owner that has most beyond its share. An event for which there is still no room is
-refused.
+the verdicts of the owner itself, or of the owner that has the most beyond its share. An event for which there is still
+no room is refused.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Memory:
     """All jobs, and all barriers that are open or whose verdict is kept.
 
     Args:
-        quotas: What one owner may have.
+        quotas: Limits for one owner.
     """
 
     def __init__(self, quotas: Quotas) -> None:
@@ -158,7 +158,7 @@ class Memory:
             self.forget(self.jobs[first.job], first)
 
     def owner(self, job: Job) -> Owner:
-        """Return the owner of a job; one of no jobs, if this would be its first."""
+        """Return the owner of a job; an owner without jobs, if this would be its first."""
         return self.owners.get(job.owner) or Owner()
 
     def _verdict_of(self, job: Job) -> tuple[Job, Barrier] | None:

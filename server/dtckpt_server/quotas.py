@@ -1,6 +1,6 @@
 """Quotas: how much of the coordinator one owner may have, so that no owner takes what another one needs.
 
-The owner of a job is the job that its token is for; without tokens, what stands before the first ``#`` in its name.
+The owner of a job is the job that its token is for; without tokens, the part of its name before the first ``#``.
 Pure: no clock, no I/O.
 
 Half of each resource is reserved, in equal shares for so many owners as are expected. The other half is for those who
@@ -33,7 +33,7 @@ class BusyError(errors.CoordinatorUnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class Quotas:
-    """What one owner may have at one time.
+    """Limits for one owner at one time.
 
     Args:
         jobs: Jobs, counting those beside others.
@@ -69,7 +69,7 @@ class Shares:
         quota: How much one owner may have.
         total: How much there is.
         option: The option that sets the quota.
-        cure: What the owner can do if it has no room.
+        cure: Advice to an owner that has no room.
         error: Raised then.
     """
 
@@ -95,7 +95,7 @@ class Shares:
         self._pooled = sum(map(self._beyond, self._of.values()))
 
     def _beyond(self, amount: int) -> int:
-        """Return how much of what an owner has comes from the half that is not reserved."""
+        """Return how much of an owner's amount comes from the half that is not reserved."""
         return max(0, amount - self.share)
 
     def of(self, owner: str) -> int:
@@ -124,12 +124,12 @@ class Shares:
         return min(self._quota - has, self._total - self.taken, self.share + max(0, pool) - has)
 
     def check(self, owner: str, more: int, of_what: str) -> None:
-        """Refuse what an owner has no room for.
+        """Refuse an amount for which an owner has no room.
 
         Args:
             owner: The owner.
             more: How much it wants.
-            of_what: What it wants it for.
+            of_what: The object that needs it, for the message.
 
         Raises:
             CoordinationError: There is no room; of the class that was given.
@@ -152,7 +152,7 @@ class Rates:
     """How many requests each owner makes in a second.
 
     Args:
-        per_s: How many it may make; after a pause, those of `BURST_S` at once.
+        per_s: Requests that an owner may make in a second; after a pause, the requests of `BURST_S` at once.
     """
 
     def __init__(self, per_s: float) -> None:
@@ -165,6 +165,6 @@ class Rates:
         wait_s = max(0.0, due - now - BURST_S)
         self._due[owner] = due if wait_s else due + self._interval_s
         first, done_at = next(iter(self._due.items()))
-        if done_at <= now:  # it is as one that was never here
+        if done_at <= now:  # such an owner counts like a new one
             del self._due[first]
         return wait_s

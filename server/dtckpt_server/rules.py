@@ -95,7 +95,7 @@ class Rules:
     Args:
         heartbeat_timeout_s: Silence after which a task is lost.
         incarnation: Random id of this life of the coordinator; makes barrier ids unique over restarts.
-        quotas: What one owner may have.
+        quotas: Limits for one owner.
     """
 
     def __init__(self, heartbeat_timeout_s: float, incarnation: int, quotas: Quotas = DEFAULTS) -> None:

@@ -67,7 +67,7 @@ class ServerConfig:
         metrics_port: Port for metrics and the status page, over HTTP; None: none.
         drain_timeout_s: How long open barriers may go on after the order to stop.
         max_calls: Calls under way at one time; more are refused with UNAVAILABLE, which clients repeat.
-        quotas: What one owner may have.
+        quotas: Limits for one owner.
         reflection: Whether to offer gRPC reflection.
     """
 

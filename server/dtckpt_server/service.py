@@ -46,7 +46,7 @@ from dtckpt_server.events import (
 from dtckpt_server.grpc_errors import Refusal
 from dtckpt_server.heartbeat_streams import GATHER_S, MAX_UNSENT, Stream, Streams
 from dtckpt_server.metrics import Metrics
-from dtckpt_server.outgoing import Outgoing
+from dtckpt_server.outgoing_answers import OutgoingAnswers
 from dtckpt_server.quotas import DEFAULTS, Quotas, owner_by_name
 from dtckpt_server.rules import Rules
 from dtckpt_server.state import Barrier, Effects, Transition
@@ -98,7 +98,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         tokens: The tokens of each job; None: no call needs one. May be replaced at any time.
         max_calls: Calls under way at one time, and as many heartbeat streams; more are refused with UNAVAILABLE, which
             clients repeat.
-        quotas: What one owner may have, where the rules do not know.
+        quotas: Limits for one owner; here of its calls, streams and requests, which the rules do not count.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         self.clock = clock
         self._turns = Turns(quotas, max_calls, clock)
         self.use_tokens(tokens)
-        self._outgoing = Outgoing()
+        self._outgoing = OutgoingAnswers()
         self._answers = Answers()
         self._chores = Chores()
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
@@ -534,7 +534,7 @@ def _progress(progress: pb.Progress) -> Progress:
 
 
 def _speaker(request: pb.HeartbeatStreamRequest, who: Identity | None) -> Identity:
-    """Return the task that a message on a stream is of; it must be the one of the earlier messages, if any."""
+    """Return the task that sent a message on a stream; it must have sent the earlier messages, too."""
     speaker = _identity(request.task)
     if who not in (None, speaker) or (request.HasField("arrival") and request.arrival.task != request.task):
         raise errors.ConfigError("a heartbeat stream is for one task; open another for another task")

@@ -65,7 +65,7 @@ class Tokens:
         return len(self._digests)
 
     def owner(self, job: str) -> str:
-        """Return the job whose tokens open a job: itself, or the one that it is beside."""
+        """Return the job whose tokens open a job: the job itself, or the job that it is beside."""
         return job if job in self._digests else barrier_texts.main_job(job)
 
     def authorize(self, header: str, job: str, *, only_looks: bool) -> str:

@@ -1,9 +1,9 @@
 """Turns: whose call is next, when more come than the coordinator can answer, and how many an owner has under way.
 
-gRPC hands calls over in the order in which they come, so the calls of one owner would delay those of all others. Here
-each owner has a queue of its own, and the next call is of the owner that has taken least time so far. While calls still
-come in, they are let in rather than answered: a call that waits inside is in the queue of its owner, one that waits
-outside is before everyone.
+gRPC hands calls over in the order in which they come, so the calls of one owner would delay the calls of all others.
+Here each owner has a separate queue, and the next call comes from the owner that has taken the least time so far. While
+calls still come in, they are let in rather than answered: a call that waits inside is in the queue of its owner, a call
+that waits outside delays all owners.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Turns:
     """Queues of calls, one for each owner.
 
     Args:
-        quotas: What one owner may have.
+        quotas: Limits for one owner.
         max_calls: Calls under way at one time, of all owners, and as many heartbeat streams.
         clock: Monotonic seconds.
     """
@@ -48,7 +48,7 @@ class Turns:
         self._max_rate = quotas.requests_per_s
         self._clock = clock
         self._queues: dict[str, deque[asyncio.Future[None]]] = {}
-        self._took_s: dict[str, float] = {}  # of each owner whose calls wait; who comes has taken as much as the least
+        self._took_s: dict[str, float] = {}  # of owners with waiting calls; a new one begins with the least
         self._least_s = 0.0
         self._answering: asyncio.Task[None] | None = None
         self._num_come = 0
@@ -88,7 +88,7 @@ class Turns:
         await self._hold_back(owner)
         self._num_come += 1
         if not self._queues and self._calls.only(owner) and self._streams.only(owner):
-            return  # there is nobody whom its calls could delay
+            return  # there is no other owner whose calls could be late
         if not self._queues and self._clock() - self._busy_at > IDLE_S:
             self._busy_at = self._clock()
             asyncio.get_running_loop().call_soon(self._note_end)
@@ -113,7 +113,7 @@ class Turns:
                 )
 
     async def _answer(self) -> None:
-        """Let calls go on, each time one of the owner that has taken least time, until none waits."""
+        """Let waiting calls go on, each time a call of the owner that has taken the least time, until no call waits."""
         while self._queues:
             await self._let_in()
             begin = self._clock()

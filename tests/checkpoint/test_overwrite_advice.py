@@ -1,4 +1,4 @@
-"""A refusal to replace what is there names the argument by which the caller allows it, as the caller spells it."""
+"""A refusal to replace an existing target names the argument that allows it, as the caller spells it."""
 
 import dataclasses
 import inspect

@@ -104,7 +104,7 @@ def _lineage(text):
 
 
 def _variants(path):
-    """Yield what a stranger may write to a small file: its name in the test, and its bytes."""
+    """Yield a stranger's variants of a small file: the name of each in the test, and its bytes."""
     found = path.read_bytes()
     encode = _lineage if path.name == LINEAGE_NAME else str.encode
     sound = found.partition(b"\n")[0].decode()

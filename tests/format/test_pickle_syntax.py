@@ -178,7 +178,7 @@ def test_deep_and_long_pickles_end(monkeypatch):
     parse_pickle(b"cos\nsystem\nq\0" + b"h\0" * depth + b")" + b"R\x85" * depth + b"R.", "it")
     # A key that would take 2**1000 steps to hash.
     parse_pickle(b"}" + b")" + b"2\x86" * 1000 + b"Ns.", "it")
-    # A memo of four billion entries, and one of gaps, as of a pickle that was optimized.
+    # A memo of four billion entries, and a memo with gaps, as in an optimized pickle.
     with pytest.raises(CheckpointCorruptError, match="object 4294967295 of 13 bytes"):
         parse_pickle(b"Nr\xff\xff\xff\xff0j\xff\xff\xff\xff.", "it")
     assert parse_pickle(b"Nq\x070h\x07.", "it") is None

@@ -319,7 +319,7 @@ def test_all_jobs_together_are_bounded(monkeypatch):
     assert world.rules.memory.nbytes <= MIB
     with pytest.raises(errors.CoordinationError, match=r"all have \d+ of 1048576; use fewer clients"):
         world.register(0, job="one more", num_clients=1)
-    assert len(world.rules.memory.decided) <= 1, "verdicts make room for what is needed"
+    assert len(world.rules.memory.decided) <= 1, "verdicts make room for all other state"
     assert world.rules.memory.nbytes <= MIB
 
 

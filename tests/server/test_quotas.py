@@ -1,4 +1,4 @@
-"""Tenants: quotas count by owner, and what one owner does never changes the answers that another one gets."""
+"""Tenants: quotas count by owner, and the calls of one owner never change the answers to another owner."""
 
 import asyncio
 import random
@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import grpc
 import pytest
-from dtckpt_server import memory, outgoing, quotas, turns
+from dtckpt_server import memory, outgoing_answers, quotas, turns
 from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Leave, Register, Report, Tick
-from dtckpt_server.outgoing import Outgoing
+from dtckpt_server.outgoing_answers import OutgoingAnswers
 from dtckpt_server.quotas import BusyError, Quotas, Rates, Shares
 from dtckpt_server.rules import Rules, apply
 from dtckpt_server.tokens import Tokens
@@ -421,10 +421,10 @@ def test_streams_of_one_owner_are_limited(small):
 
 
 def test_answers_that_nobody_reads_are_bounded_for_each_owner(monkeypatch):
-    monkeypatch.setattr(outgoing, "MAX_NBYTES", 100)
+    monkeypatch.setattr(outgoing_answers, "MAX_NBYTES", 100)
 
     async def work():
-        sending = Outgoing()
+        sending = OutgoingAnswers()
         await sending.begin("evil", 80)
         later = [asyncio.ensure_future(sending.begin("evil", nbytes)) for nbytes in (80, 10, 500)]
         await asyncio.wait_for(sending.begin("good", 80), 10)
@@ -447,8 +447,8 @@ def test_answers_that_nobody_reads_are_bounded_for_each_owner(monkeypatch):
 
 @pytest.mark.parametrize("how", ["Arrive", "Await", "GetJob", "GetBarrier", "ListJobs"])
 def test_large_answers_wait_for_those_before(how, monkeypatch):
-    """A client that does not read its answers takes the room of its own owner only."""
-    monkeypatch.setattr(outgoing, "MAX_NBYTES", 1)
+    """A client that does not read its answers takes room from its own owner only."""
+    monkeypatch.setattr(outgoing_answers, "MAX_NBYTES", 1)
     with (
         running_server(heartbeat_timeout_s=60.0, tokens=Tokens.parse(TOKENS)) as server,
         grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel,

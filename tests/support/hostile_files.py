@@ -83,13 +83,13 @@ def write_mutation(root: Path, honest: Path, draw: random.Random) -> Path:
 
     Args:
         root: Where to.
-        honest: The folder of the sound ones, by kind.
-        draw: Decides which, and what is changed.
+        honest: The folder of the sound checkpoints, by kind.
+        draw: Chooses the checkpoint and the change.
     """
     kind = draw.choice(KINDS)
     shutil.copytree(honest / kind, root)
     files = sorted(file for file in root.rglob("*") if file.is_file())
-    # What describes others is where changes matter; elements have digests.
+    # Changes matter most in files that describe others; elements have digests.
     chosen = [file for file in files if file.name in (".metadata", MANIFEST_NAME)] or files
     file = draw.choice(chosen if draw.random() < 0.5 else files)
     data = file.read_bytes()

@@ -178,11 +178,11 @@ TREES: list[Callable[[random.Random], Program]] = [
     ),
     *(_expanded, _aliases, _long_number, _arrays, _calls),
 ]
-"""What makes the pickles of trees."""
+"""Functions that make the pickles of trees."""
 
 
 def zip_of(program: Program, records: Mapping[str, bytes]) -> bytes:
-    """Return a file of ``torch.save`` with a pickle of its own choice."""
+    """Return a file of ``torch.save`` with this program as its pickle."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\2" + program + b".")

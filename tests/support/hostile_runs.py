@@ -1,4 +1,4 @@
-"""Read files of strangers with every command, each in bounded memory and time, in a process of its own.
+"""Read strangers' files with every command, each in a separate process, in bounded memory and time.
 
     python -m support.hostile_runs --mutations 10000 --bombs 200
 
@@ -30,7 +30,7 @@ PATIENCE_S = 30
 PATIENCE_S_PER_MB = 60
 """A hundred thousand tensors have a header of some MB, and to write them takes a minute."""
 WORK_NBYTES = 256 << 20
-"""What a sound checkpoint may take: libraries that a command loads, and its bound on tensors in memory."""
+"""Memory for a sound checkpoint: for the libraries that a command loads, and for its bound on tensors in memory."""
 _BATCH = 25
 _SLICE = 100
 COMMANDS: dict[str, Callable[[Path, Path, Path], list[str]]] = {
@@ -48,13 +48,13 @@ COMMANDS: dict[str, Callable[[Path, Path, Path], list[str]]] = {
     "ls": lambda path, sound, new: ["ls", str(path.parent)],
     "gc": lambda path, sound, new: ["gc", str(path.parent), "--keep", "1"],
 }
-"""By name, the arguments of a command, given the checkpoint, a sound one, and a folder for what is written."""
+"""The arguments of each command by its name, given the checkpoint, a sound checkpoint, and a folder for the output."""
 NAMES = (*COMMANDS, "restore")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a command did with a case.
+    """The result of a command on a case.
 
     Args:
         case: The number of the case.
@@ -85,17 +85,17 @@ class Run:
 
 
 def allowed_nbytes(file_nbytes: int) -> int:
-    """Return how much memory may be taken for files of this size: what is made of them, and a copy of it as text."""
+    """Return how much memory a command may take for files of this size: for their objects, and a copy as text."""
     return WORK_NBYTES + UNEXPANDED_NBYTES + 2 * (FLOOR_NBYTES + MULTIPLE * file_nbytes)
 
 
 def allowed_s(file_nbytes: int) -> float:
-    """Return how many seconds of the processor a command may take, and half of those that it may take by the clock."""
+    """Return how many seconds of processor time a command may take; by the clock, it may take twice as many."""
     return PATIENCE_S + PATIENCE_S_PER_MB * file_nbytes / 1e6
 
 
 def run_all(folder: Path, kind: str, cases: range, commands: int, seed: int) -> Iterator[Run]:
-    """Run commands on hostile files; yield what each did.
+    """Run commands on hostile files; yield the result of each.
 
     Args:
         folder: An empty folder.

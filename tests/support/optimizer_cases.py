@@ -76,7 +76,7 @@ def _stage(layers: str) -> tuple[Net, AdamW]:
 
 
 _PARTS = {"fsdp": _sharded, "stages": _stage}
-"""What each client has of a model: shards of all layers, or some layers whole."""
+"""Each client's part of a model: shards of all layers, or some layers whole."""
 
 
 def save(path: str, parts: str, layers: str) -> dict[str, Any]:

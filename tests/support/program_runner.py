@@ -69,9 +69,8 @@ LAZY_REFUSED = (
 # * "DTensors have no lazy bits": where plain tensors have one, strides of what follows are not compared.
 # * "Changes of shape in place", and "as_strided": `REFUSED`.
 # * "Strides of dims of size 1, and of tensors without elements": `_steps`.
-# * "Strides of gradients": those of torch.autograd.grad, of what `grad` is, and of what is made of them are
-#   not compared,
-#   nor whether gradients of zeros require gradients: there a program ends.
+# * "Strides of gradients": the strides of results of torch.autograd.grad, of `grad`, and of tensors made from them are
+#   not compared, nor whether gradients of zeros require gradients: there a program ends.
 # Not compared, as they mean nothing on plain tensors either: gradients of what was written to through `data`, results
 # written to their own operands (`out` of a product), what is written through views whose elements overlap in memory,
 # which may count twice, and random numbers.
@@ -157,7 +156,7 @@ def _differences(program: Program, mesh: Mesh, *, goes_on: bool) -> Iterator[Dif
     is_lazy, gradients = False, set[str]()
     for position, statement in enumerate(program.statements):
         made, _, value = statement.source.rpartition("; ")[2].partition(" = ")
-        # Also what is made of a gradient.
+        # Also tensors made from a gradient.
         if value.endswith(".grad") or "torch.autograd.grad(" in value or gradients & {*re.findall(r"\w+", value)}:
             gradients.add(made)
         before = _versions(plain), _versions(ours)

@@ -13,7 +13,7 @@ from .program_variables import FLOATS, KINDS, OTHERS, Unfit, Variables, kind_of
 
 _UNCHECKED = ("out={x}", "{x}.tril_", "{x}.triu_", "{x}.median({dim}", "{x}.nanmedian({dim}")
 """Of tensors of which one place in memory is several elements: writes that PyTorch does not always refuse, and medians,
-for which it returns memory that nobody has written."""
+for which it returns uninitialized memory."""
 
 
 _CUTS = ("log", "sqrt", "acos", "asin", "atan", "pow", "**", "angle")

@@ -94,7 +94,7 @@ def plan_export(
     tied: Mapping[str, str] | None = None,
     is_numbered: bool = False,
 ) -> Export:
-    """Choose and name what is written of a checkpoint, of all that can be read of it.
+    """Choose which readable tensors and values of a checkpoint to write, and name them.
 
     Args:
         checkpoint: The checkpoint.

@@ -47,7 +47,7 @@ class ConvertReport:
         tensors: The tensors, in the order of the state tree.
         files: Bytes by name of the files that are written; empty for checkpoints of this library.
         values: Paths of the plain values.
-        account: What was done with every file and key of the source.
+        account: The outcome for every file and key of the source.
         max_memory: The bound on the tensor data in memory.
         seconds: Duration; of a dry run, that of the plan.
     """

@@ -1,4 +1,4 @@
-"""`SourceAccount`: what a conversion does with every file and key of its source; nothing is left without a word."""
+"""`SourceAccount`: which files and keys of its source a conversion takes, renames and leaves; it lists every one."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ def validate_all_read(checkpoint: Checkpoint, select: Sequence[str] = ()) -> Non
     left = [name for name in checkpoint.unread if not is_description(name)]
     if left and not select:
         raise CheckpointError(
-            f"{checkpoint.path} holds what dtckpt does not read, so it would be left behind: "
-            f"{capped(left)}; pass ignore_rest=True to leave it, and copy what you need"
+            f"{checkpoint.path} holds files or notes that dtckpt does not read, so they would be left behind: "
+            f"{capped(left)}; pass ignore_rest=True to leave them, and copy the files that you need"
         )

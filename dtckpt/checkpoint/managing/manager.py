@@ -242,7 +242,7 @@ class CheckpointManager:
         Args:
             step: The step.
             tree: As for `dtckpt.save`; several named items are a dict.
-            metrics: Numbers by name, for ``keep``; those of client 0 count. Tensors and arrays of one number are
+            metrics: Numbers by name, for ``keep``; the metrics of client 0 count. Tensors and arrays of one number are
                 numbers, too.
             force: Whether to save even if the step is not due.
 
@@ -252,9 +252,9 @@ class CheckpointManager:
 
         Raises:
             CheckpointConflictError: Another process, or another manager of this one, saves to this root.
-            ConfigError: A metric is no number, or they lack the one that ``keep`` ranks steps by.
-            DtckptError: As for `dtckpt.save_async` and `dtckpt.save`; or the error of the save before, if nobody has
-                looked at it.
+            ConfigError: A metric is no number; or ``metrics`` lacks the metric by which ``keep`` ranks steps.
+            DtckptError: As for `dtckpt.save_async` and `dtckpt.save`; or the error of the previous save, if the caller
+                has not looked at it.
         """
         if self._tier is not None:
             self._tier.resume()

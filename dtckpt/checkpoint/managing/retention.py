@@ -56,10 +56,10 @@ class Retention:
             raise ConfigError(f"retention mode is unknown; got {self.mode!r}, expected 'min' or 'max'")
 
     def metrics_of(self, step: int, passed: Mapping[str, SupportsFloat] | None) -> dict[str, float]:
-        """Return the metrics that a step is saved with, of those that were passed: NumPy's and PyTorch's numbers, too.
+        """Return the passed metrics as floats; NumPy's and PyTorch's numbers count, too.
 
         Raises:
-            ConfigError: A metric is no number, or all are, and the one that ranks the steps is not among them.
+            ConfigError: A metric is no number; or there are metrics, but not the metric that ranks the steps.
         """
         metrics = {}
         if passed is not None and not isinstance(passed, Mapping):

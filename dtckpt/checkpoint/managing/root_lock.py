@@ -127,5 +127,8 @@ class RootLock:
 
 
 def _noted_holder(descriptor: int) -> str:
-    """Return what a lock's file says of its holder, as one line: whoever may write to the root may have written it."""
+    """Return the text about its holder in a lock file, as one line.
+
+    Any user with write access to the root may have written the text.
+    """
     return printable(os.pread(descriptor, 200, 0).decode(errors="replace")) or "another process"

@@ -6,8 +6,8 @@
     common.pt       Megatron     everything but sharded tensors and objects; likewise
     metadata.json   Megatron     names the format of the directory, and holds no state
 
-Both libraries put the items of their file beside those of the checkpoint when they load it, and so they are read here.
-Any other file of ``torch.save`` is an item under its own name. What nobody knows is listed as unread.
+Both libraries put the items of their file beside the checkpoint's items when they load it, and so does dtckpt.
+Any other file of ``torch.save`` is an item under its own name. A file of an unknown format is listed as unread.
 
 Sources: lightning.fabric.utilities.load, and megatron.core.dist_checkpointing.serialization.
 """
@@ -53,7 +53,7 @@ def with_companions(index: ForeignIndex, folder: Folder, names: Collection[str])
     for name in sorted(set(names).difference(index.files)):
         try:
             value = _read(folder, name)
-        except (MalformedError, PermissionError):  # a directory, a fifo, or a file of somebody else
+        except (MalformedError, PermissionError):  # a directory, a fifo, or another user's file
             value = None
         if value is None:
             unread.append(name)
@@ -75,7 +75,7 @@ def with_companions(index: ForeignIndex, folder: Folder, names: Collection[str])
 
 
 def _read(folder: Folder, name: str) -> Value | DtckptError | None:
-    """Return what a file holds, or why it cannot be read; None if it is of no format that is known here."""
+    """Return the value in a file, or the error that says why it is unreadable; None if its format is unknown."""
     if name == FORMAT_NAME:
         return _NO_STATE if _is_format(folder.read_whole(name, MAX_FORMAT_NBYTES)) else None
     # An item of another save begins like a file of ``torch.save``, too.

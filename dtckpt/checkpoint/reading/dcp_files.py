@@ -23,7 +23,7 @@ from dtckpt.storage.folder import Folder
 
 KIND = "dcp"
 MARKERS = (METADATA_NAME, *MERGED, FORMAT_NAME)
-"""The metadata, and what may lie beside it."""
+"""The metadata, and files that may lie beside it."""
 _OF_ONE_PROCESS = re.compile(r"__([0-9]{1,9})\.metadata")
 
 

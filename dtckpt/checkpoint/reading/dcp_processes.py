@@ -65,7 +65,7 @@ class _Merging:
         folder: The checkpoint's folder.
         segments: The path, as in the names of tensors.
         num_clients: The number of the processes.
-        budget: Bounds what is made of values that are read again.
+        budget: Bounds the bytes of the objects made from values that are read again.
     """
 
     def __init__(self, folder: Folder, segments: tuple[str, ...], num_clients: int, budget: ReadBudget) -> None:

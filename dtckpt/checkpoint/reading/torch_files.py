@@ -34,15 +34,15 @@ def is_folder(names: Collection[str]) -> bool:
 
 
 def read_index(folder: Folder, names: Collection[str]) -> ForeignIndex:
-    """Read the tree of a file of ``torch.save``, or of those that an index names. Blocks: on storage.
+    """Read the tree of a file of ``torch.save``, or of the files that an index names. Blocks: on storage.
 
     Args:
         folder: The folder that the file is in.
-        names: Its name, or that of the index; or all names in the folder, of which one is an index.
+        names: The name of the file or of the index; or all names in the folder, if one of them is an index.
 
     Raises:
         CheckpointCorruptError: A file is missing, cut short or malformed; or two have a tensor of one name.
-        CheckpointVersionError: A file is in the format of an old version, or not one of ``torch.save``.
+        CheckpointVersionError: A file is in the format of an old version, or no file of ``torch.save``.
         TreeError: The object in a file is neither a tensor nor a container nor a plain value.
     """
     indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))

@@ -95,7 +95,7 @@ def _array(name: str, array: np.ndarray[Any, Any]) -> ForeignTensor:
 
 
 class _LatestPickle:
-    """Parses pickles; one that equals the one before it is not parsed again, as those of the chunks of a tensor.
+    """Parses pickles, and reuses the latest value for an equal pickle: the chunks of a tensor have equal pickles.
 
     Its values must not be changed.
     """

@@ -56,7 +56,7 @@ class ReshardReport:
     """Bytes of tensor data, before compression, that the plan reads from the source; with several workers, all read."""
     save: SaveReport | None
     account: SourceAccount
-    """What was done with every file and key of the source."""
+    """The outcome for every file and key of the source."""
     part: PartReport | None = None
     """The result of this worker, if there are several."""
 
@@ -98,8 +98,8 @@ def reshard(
         max_memory: Bound on the bytes of tensor data in memory.
         options: Options of the save of ``dst``; without a codec, tensors keep theirs, and without ``raw_bits`` the
             checkpoint does.
-        ignore_rest: Whether what dtckpt does not read of another library's checkpoint is left behind, as for
-            `dtckpt.convert`.
+        ignore_rest: Whether to leave behind the files, notes and values of another library's checkpoint that dtckpt
+            does not read, as for `dtckpt.convert`.
         dry_run: Plan and report only.
         progress: See `Progress`.
         worker: This process, if several write ``dst`` together: all are called with the same arguments but this one,

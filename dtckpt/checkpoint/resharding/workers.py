@@ -288,7 +288,7 @@ class SharedAttempt:
         digests = {}
         for index in range(self._worker.count):
             chunk_list = self._mark(index)
-            assert chunk_list is not None  # noqa: S101  nobody removes a mark while this has the lock
+            assert chunk_list is not None  # noqa: S101  no worker removes a mark while this one has the lock
             folder = self._folder / client_folder(index)
             with translate_errors("write a chunk list", folder):
                 folder.make()
@@ -306,5 +306,5 @@ def _attempt_of(folder: Path) -> str:
     try:
         data = LocalFolder(folder).read_whole(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
         return Manifest.from_bytes(data, str(folder)).attempt
-    except (OSError, MalformedError, CheckpointError):  # one that was being written, or none of ours
+    except (OSError, MalformedError, CheckpointError):  # an unfinished manifest, or no manifest of dtckpt
         return ""

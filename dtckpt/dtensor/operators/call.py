@@ -129,7 +129,7 @@ class Call:
         try:
             return list(tensors_in([run_on_meta(self.func, self.args, self.kwargs, self.tensors)]))
         # Other errors are the operator's own about its arguments, and reach the caller before anything moves.
-        # Those of these classes reach it otherwise, too, from the kernels of components. Some meta kernels raise them
+        # Errors of these classes reach the caller later, from the kernels of components. Some meta kernels raise them
         # for tensors without elements, where kernels do not: `native_group_norm_backward` divides by their size.
         except (NotImplementedError, TypeError, ZeroDivisionError) as error:
             raise UnknownResultError from error

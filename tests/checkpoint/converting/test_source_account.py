@@ -79,7 +79,7 @@ def test_what_a_target_cannot_keep(run, tmp_path):
 
 
 def test_a_tree_that_is_not_that_of_the_tensors(tmp_path):
-    """Somebody added a tensor: the tree with its plain values does not count any more, and is named."""
+    """Another program added a tensor: the tree with its plain values does not count any more, and is named."""
     dtckpt.save(tmp_path / "s", {"w": torch.ones(2), "step": 3})
     dtckpt.convert(tmp_path / "s", tmp_path / "m.safetensors")
     with safetensors.safe_open(tmp_path / "m.safetensors", "pt") as opened:

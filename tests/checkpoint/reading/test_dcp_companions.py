@@ -1,4 +1,4 @@
-"""Files beside distributed checkpoints of PyTorch: what Lightning and Megatron write is read, the rest is named."""
+"""Files beside distributed checkpoints of PyTorch: dtckpt reads Lightning's and Megatron's, and names the rest."""
 
 import argparse
 import io
@@ -158,7 +158,7 @@ def test_a_stream_of_bytes_whose_attributes_were_looked_for(tmp_path):
 
 
 def test_streams_of_bytes_stay_streams(tmp_path):
-    """Megatron's objects: DCP gives a `BytesIO`, and so do a restore, and what a conversion writes."""
+    """Megatron's objects: DCP gives a `BytesIO`, and so do a restore and the output of a conversion."""
     stream = io.BytesIO(b"\0state\xff")
     stream.seek(3)
     inner = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Parts of models, and shards of tensors, in safetensors files: whole models only, and what is missing is named."""
+"""Parts of models, and shards of tensors, in safetensors files: dtckpt reads whole models, and names missing files."""
 
 import json
 

@@ -177,7 +177,7 @@ def test_numbers_are_added_to_a_pending_maximum(operate, number):
 @pytest.mark.parametrize("name", ["median", "nanmedian", "kthvalue", "mode"])
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)])
 def test_expanded_tensors_have_the_medians_of_their_copies(name, placement):
-    """PyTorch returns memory that nobody has written for some of them."""
+    """PyTorch returns uninitialized memory for some expanded tensors."""
     arguments = (1,) if name == "kthvalue" else ()
     for shape in ((1, 1), (4, 1), (1, 3)):
         whole = torch.arange(1.0, 13.0)[: torch.Size(shape).numel()].reshape(shape)

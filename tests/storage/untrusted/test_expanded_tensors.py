@@ -61,7 +61,7 @@ def test_the_rest_of_the_file_is_read(huge):
 
 
 def test_expanded_tensors_of_common_sizes_are_read(tmp_path):
-    """By every command: what one reads, all do."""
+    """Every command reads them."""
     state = {"mask": torch.ones(1).expand(1 << 11, 1 << 11), "bias": torch.arange(64.0)[:, None].expand(64, 4096)}
     torch.save(state, tmp_path / "m.pt")
     restored = dtckpt.restore(tmp_path / "m.pt")

@@ -89,7 +89,7 @@ class ForeachPlan:
 
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
         """As `Plan.run`."""
-        # Copies that are moved, and views with memory of their own, would not see each other's writes.
+        # Moved copies, and views with separate memory, would not see each other's writes.
         has_copies = self._moves or any(tensor._view is not None for tensor in tensors)
         if has_copies and len(self._rows) > 1 and self._are_written_twice(tensors):
             run_groups(self.func, split_by_index(args, kwargs), DTensor._dispatch)

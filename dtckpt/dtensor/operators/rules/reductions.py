@@ -130,7 +130,7 @@ def _median_and_index(call: Call) -> Rule | None:
     func = call.func
 
     def of_elements(component: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # PyTorch's kernels for medians return memory that nobody has written if dims were expanded.
+        # PyTorch's kernels for medians return uninitialized memory if dims were expanded.
         return func(component.contiguous() if 0 in component.stride() else component, *args, **kwargs)
 
     is_median = func in (_aten.median.dim, _aten.nanmedian.dim)

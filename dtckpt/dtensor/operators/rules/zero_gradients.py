@@ -44,7 +44,7 @@ def _with_dtensor_gradients(operator: Operator, keys: Any, *args: Any, **kwargs:
     _aten.sgn_.default,
 )
 def _in_place(operator: Operator, keys: Any, tensor: torch.Tensor, *others: Any) -> Any:
-    """As `_with_dtensor_gradients`; what is written to has no alias, so the gradient is turned where it goes next."""
+    """As `_with_dtensor_gradients`; the written tensor has no alias, so a hook of its node turns its gradient."""
     if isinstance(tensor, DTensor) and tensor.grad_fn is not None and torch.is_grad_enabled():
         mesh = tensor.device_mesh
         tensor.grad_fn.register_prehook(

@@ -12,8 +12,8 @@ MAX_NBYTES = 64 << 20
 """How many bytes of answers are on their way to the clients of one owner; a larger answer goes alone."""
 
 
-class Outgoing:
-    """The bytes that are on their way to the clients of each owner."""
+class OutgoingAnswers:
+    """The bytes of answers on their way to the clients of each owner."""
 
     def __init__(self) -> None:
         self._nbytes: Counter[str] = Counter()
