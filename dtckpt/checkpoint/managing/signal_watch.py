@@ -24,6 +24,8 @@ logger = logging.getLogger("dtckpt.checkpoint")
 PARENT_S = 5.0
 """Longest time from a signal to a worker until its parent has noted the same; then the worker alone was meant."""
 POLL_S = 0.01
+MAX_HANDLER_ERRORS = 16
+"""Most errors of other signals' handlers during which the end of a watch goes on."""
 SET_HANDLERS = "_set_worker_signal_handlers"
 
 _WATCHING, _NOTED, _OVER = range(3)
@@ -78,24 +80,38 @@ class SignalWatch:
                 yield
         except BaseException as error:
             failure = error
-            raise
-        finally:
-            self._num_open -= 1
-            state[0] = _OVER
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            if failure is not None and received and not self._is_answered():
-                name = signal.Signals(received[0]).name
-                logger.error(
-                    "%s came, but the training loop failed before the clients had agreed to save, so no checkpoint was "
-                    "saved for it, and the signal has its former effect now. The failure: %r. If a worker of a "
-                    "DataLoader died of the same signal: start the workers by 'fork', inside the context of "
-                    "`preemption`, or have them ignore %s in `worker_init_fn`",
-                    name,
-                    failure,
-                    name,
-                )
+        self._num_open -= 1
+        state[0] = _OVER
+        has_former_effect = bool(received)
+        for _ in range(MAX_HANDLER_ERRORS):
+            # PyTorch raises the error about a dead worker of a DataLoader in a handler of SIGCHLD, so maybe in here.
+            try:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+                has_former_effect = failure is not None and bool(received) and not self._is_answered()
+                break
+            except Exception as error:
+                failure = failure or error
+        if has_former_effect:
+            try:
+                _log_failure(received[0], failure)
+            finally:
                 signal.raise_signal(received[0])
+        if failure is not None:
+            raise failure
+
+
+def _log_failure(number: int, failure: BaseException | None) -> None:
+    name = signal.Signals(number).name
+    logger.error(
+        "%s came, but the training loop failed before the clients had agreed to save, so no checkpoint was saved for "
+        "it, and the signal has its former effect now. The failure: %r. If a worker of a DataLoader died of the same "
+        "signal: start the workers by 'fork', inside the context of `preemption`, or have them ignore %s in "
+        "`worker_init_fn`",
+        name,
+        failure,
+        name,
+    )
 
 
 @contextmanager

@@ -40,6 +40,34 @@ def test_a_signal_that_nobody_can_act_on_any_more_does_what_it_did_before(tmp_pa
     assert ("SIGUSR1 came, but the training loop failed" in caplog.text) == (failure is not None)
 
 
+def test_the_end_of_a_watch_goes_on_if_the_handler_of_another_signal_raises(heard, caplog):
+    """As PyTorch's handler of SIGCHLD does if a worker of a DataLoader has died."""
+
+    def fail(*_):
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        raise RuntimeError("a worker died")
+
+    def is_answered():
+        signal.raise_signal(signal.SIGUSR2)
+        return False
+
+    before = signal.getsignal(signal.SIGUSR2)
+
+    def train():
+        with signal_watch.SignalWatch(is_answered).watch(signal.SIGUSR1):
+            signal.signal(signal.SIGUSR2, fail)
+            signal.raise_signal(signal.SIGUSR1)
+            raise ConnectionResetError
+
+    try:
+        with pytest.raises(ConnectionResetError):
+            train()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert heard == ["before"]
+    assert "SIGUSR1 came, but the training loop failed" in caplog.text
+
+
 def test_a_forked_process_does_not_watch_for_signals(tmp_path, heard):
     with CheckpointManager(tmp_path).preemption(signal.SIGUSR1):
         child = os.fork()

@@ -1,7 +1,7 @@
-"""Roots that a stranger prepared: with links, fifos and files of other names in the place of what is written there.
+"""Roots with links, fifos and hard links in the place of the files that dtckpt writes there.
 
-Whatever is done below such a root, nothing outside of it changes, nothing waits for ever, and an error is one of the
-documented classes.
+No command and no manager changes a file outside of such a root, or waits for ever. Every error is of a documented
+class.
 """
 
 import os
