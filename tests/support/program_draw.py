@@ -24,6 +24,8 @@ MESHES: tuple[dict[str, int], ...] = (
 )  # fmt: skip
 LARGEST_EXACT = {torch.bfloat16: 2**7, torch.float16: 2**9, torch.float32: 2**20, torch.complex64: 2**20}
 """Up to which numbers programs that are exact go, where sums of some of them must be exact, too; else 2**30."""
+LARGEST_PRODUCT = 2**10
+"""The same for products of many numbers: a larger one may be a multiple of 1/1024 only because it was rounded."""
 _GIVEN = frozenset(namespace()) | {"__builtins__"}
 
 
@@ -88,7 +90,8 @@ class Drawer(Words):
         elif error is not None:
             is_fit = self.rng.random() < 0.05
         else:
-            is_fit = all(self._is_fit(each) for name, each in after.items() if writes or name not in before)
+            most = LARGEST_PRODUCT if self.is_exact and "prod(" in source else math.inf
+            is_fit = all(self._is_fit(each, most) for name, each in after.items() if writes or name not in before)
         if is_fit:
             self.statements.append(Statement(source, row.template))
         elif writes:
@@ -119,8 +122,8 @@ class Drawer(Words):
         for statement in self.statements:
             execute(statement.source, self.variables)
 
-    def _is_fit(self, each: torch.Tensor) -> bool:
-        """Whether numbers are finite, exact if they should be, and not too many."""
+    def _is_fit(self, each: torch.Tensor, most: float = math.inf) -> bool:
+        """Whether numbers are finite and at most so large, exact if they should be, and not too many."""
         try:
             each.grad_fn  # noqa: B018  (PyTorch asserts here after some changes of `data`)
         except RuntimeError:
@@ -133,7 +136,7 @@ class Drawer(Words):
         values = torch.view_as_real(values) if values.is_complex() else values
         if not values.dtype.is_floating_point:
             return int(values.max()) <= 2**30
-        most = LARGEST_EXACT.get(each.dtype, 2**30) if self.is_exact else 1e4
+        most = min(most, LARGEST_EXACT.get(each.dtype, 2**30) if self.is_exact else 1e4)
         if not float(values.abs().max()) <= most:
             return False
         return not self.is_exact or bool((values.double() * 1024 % 1 == 0).all())

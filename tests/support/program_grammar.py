@@ -125,7 +125,7 @@ def foreach_rows() -> Iterator[Row]:
 
 SHARES = {
     "pointwise": 6, "any pointwise": 5, "reductions": 6, "products": 5, "views": 16, "indexing": 7, "writes": 14,
-    "changes of shape": 5, "gradients": 4, "neural": 3, "foreach": 1,
+    "changes of shape": 5, "gradients": 4, "neural": 3, "plain operands": 2, "foreach": 1,
 }  # fmt: skip
 """How often each family is drawn."""
 FAMILIES = written_rows() | {"any pointwise": [*pointwise_rows()], "foreach": [*foreach_rows()]}

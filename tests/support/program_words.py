@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 
@@ -105,6 +106,23 @@ class Words(Variables):
         wanted = tuple(1 if rng.random() < 0.15 else size for size in shape[lead:])
         dtype = None if rng.random() < 0.85 else rng.choice(FLOATS + OTHERS)
         return self.of_shape(wanted, dtype)
+
+    def _draw_plain(self) -> str:
+        """A plain tensor that is dense, transposed, sliced with steps, or expanded."""
+        rng, rank = self.rng, self.x.ndim
+        shape = [1 if rng.random() < 0.15 else size for size in self.x.shape]
+        order = rng.sample(range(rank), rank)
+        stored = [shape[dim] for dim in order]
+        way = rng.choice(["dense", "dense", "stepped", "expanded"])
+        if way == "stepped" and rank:
+            stored[-1] *= 2
+        elif way == "expanded" and rank:
+            stored[rng.randrange(rank)] = 1
+        values = f"torch.arange({math.prod(stored)}).reshape({tuple(stored)}) % 4"
+        values = f"({values}).to({self.x.dtype})"
+        if way == "stepped" and rank:
+            values += "[..., ::2]"
+        return f"{values}.permute({[order.index(dim) for dim in range(rank)]}).expand({tuple(shape)})"
 
     def _draw_same(self) -> str:
         return self.of_shape(tuple(self.x.shape))
@@ -359,7 +377,9 @@ class Words(Variables):
 
     def _draw_spd(self) -> str:
         x = self._word("x")
-        return f"({x} @ {x}.mT + 4 * torch.eye({self.x.shape[-2]}, dtype={x}.dtype))"
+        # The multiple of the identity grows with the matrix: otherwise rounding errors are all that the result has.
+        multiple = f"(4 + {x}.detach().abs().square().sum())"
+        return f"({x} @ {x}.mT + {multiple} * torch.eye({self.x.shape[-2]}, dtype={x}.dtype))"
 
     def _draw_kernel(self) -> str:
         return self.of_shape((2, self.x.shape[1], 2))

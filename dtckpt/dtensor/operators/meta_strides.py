@@ -70,6 +70,25 @@ def _as_rolled(result: torch.Tensor, tensor: torch.Tensor, shifts: Sequence[int]
     return tensor
 
 
+def _as_indexed(result: torch.Tensor, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Return what the kernel's loop makes of the tensor, in which an indexed dim has stride 0, and of the indices.
+
+    The loop is that of all pointwise operators. More than two indices hardly ever have different strides.
+    """
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    chosen = [index for index in indices if index is not None]
+    if any(index.dtype in {torch.bool, torch.uint8} for index in chosen):
+        return result
+    others = [dim for dim in range(tensor.ndim) if dim not in dims]
+    before = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
+    shape = torch.broadcast_shapes(*(index.shape for index in chosen))  # type: ignore[no-untyped-call]
+    loops = [index.expand(shape).reshape([1] * before + [*shape] + [1] * (len(others) - before)) for index in chosen]
+    steps = [tensor.stride(dim) for dim in others]
+    steps[before:before] = [0] * len(shape)
+    source = torch.empty_strided(result.shape, steps, dtype=torch.long, device="meta")
+    return torch.add(source, *loops) if len(loops) == 1 else torch.addcmul(source, *loops[:2])
+
+
 _CORRECTIONS: dict[Any, Callable[..., torch.Tensor]] = {
     **dict.fromkeys((_aten.copysign.Tensor, _aten.floor_divide.default), _as_pair),
     **dict.fromkeys((_aten.div.Tensor_mode, _aten.native_dropout_backward.default), _as_pair),
@@ -95,6 +114,7 @@ _CORRECTIONS: dict[Any, Callable[..., torch.Tensor]] = {
         _as_image,
     ),
     **dict.fromkeys((_aten.index_fill.int_Scalar, _aten.index_fill.int_Tensor), _as_clone),
+    _aten.index.Tensor: _as_indexed,
     _aten.roll.default: _as_rolled,
     **dict.fromkeys((_aten.nll_loss2d_forward.default, _aten.rrelu_with_noise.default), _contiguous),
 }

@@ -39,7 +39,8 @@ def to_dtensors(tensors: Sequence[torch.Tensor], mesh: Mesh, unread: Sequence[to
         is_read = tensor.numel() > 1 and not tensor.is_meta and not any(tensor is one for one in unread)
         if is_read and mesh.num_clients > 1 and not are_plain_tensors_trusted():
             packing.pack(components, layout, tensor.shape, run_check=True)
-        dtensors.append(DTensor(components, layout, tensor.shape, tensor.dtype, device=tensor.device))
+        stride = tensor.stride() if tensor.layout is torch.strided else None
+        dtensors.append(DTensor(components, layout, tensor.shape, tensor.dtype, device=tensor.device, stride=stride))
     return dtensors
 
 

@@ -271,7 +271,7 @@ class RulePlan:
 
     def _track_views(self, results: Any, args: Args, kwargs: Kwargs, source: DTensor) -> None:
         """Have views share writes with their source: by memory if they share it, else by `view_tracking`."""
-        may_share = self._is_local and source._view is None
+        may_share = self._is_local and not self._makes_copy and source._view is None
         for number, result in enumerate([results] if isinstance(results, DTensor) else results):
             # A component may have had to be copied, as where its strides do not allow the view. Clients may differ in
             # this, since nothing is exchanged for such a view.

@@ -1,6 +1,7 @@
 """Results have the strides, the storage offsets and the aliases that plain tensors give, on every client."""
 
 import math
+import random
 
 import pytest
 import torch
@@ -380,3 +381,38 @@ def test_operators_that_fail_in_place_have_written_on_all_devices(placement):
     first, *others = tensor.components
     if placement == R:
         assert all(each.equal(first) for each in others)
+
+
+@pytest.mark.parametrize("placement", [S0, R], ids=str)
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0)])
+def test_a_lazy_view_without_elements_is_copied(shape, placement):
+    whole = torch.ones(shape, dtype=torch.complex64)
+    for tensor in (whole, distribute_tensor(whole, MESHES[0], [placement])):
+        view = tensor.conj()
+        copy = view.resolve_conj()
+        view.detach().add_(1)
+        assert (view._version, copy._version) == (1, 0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_indexed_tensors_with_dims_of_size_one(seed):
+    rng = random.Random(seed)
+    rank = rng.randint(1, 4)
+    whole, tensor = pair(*(rng.choice([1, 1, 2, 3]) for _ in range(rank)), placement=rng.choice([S0, R]))
+    order = rng.sample(range(rank), rank)
+    index: list = [slice(None, None, rng.choice([1, 2])) for _ in range(rank)]
+    shape = rng.choice([(2,), (1,), (2, 3), (1, 2), (3, 1)])
+    for dim in rng.sample(range(rank), rng.randint(1, min(2, rank))):
+        picked = torch.zeros(shape, dtype=torch.long)
+        index[dim] = picked.t().contiguous().t() if picked.ndim == 2 and rng.random() < 0.5 else picked
+    assert_same(tensor.permute(order)[tuple(index)], whole.permute(order)[tuple(index)])
+
+
+@pytest.mark.parametrize("placement", [S0, R], ids=str)
+def test_plain_operands_keep_their_strides(placement):
+    whole, tensor = pair(3, 1, placement=placement)
+    plain = torch.arange(6.0, dtype=torch.float64).reshape(2, 3).t()
+    for operand in (plain, plain[:, :1].expand(3, 2), plain[:, ::2]):
+        for operator in (torch.add, lambda one, other: torch.where(other > 0, one, other)):
+            assert_same(operator(tensor, operand), operator(whole, operand))
+            assert_same(operator(operand, tensor), operator(operand, whole))
