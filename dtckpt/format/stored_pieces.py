@@ -131,17 +131,8 @@ class ForeignTensor:
             is_same = self.elements.shape == self.shape and self.elements.dtype == DTYPES[self.dtype]
             if self.pieces or not is_same:
                 raise self._error("its elements are not those that it describes")
-        whole = Region.full(self.shape)
         for piece in self.pieces:
-            if piece.region.ndim != whole.ndim or piece.region.is_empty or not whole.contains(piece.region):
-                raise self._error(f"its piece {piece.region} is not inside shape {self.shape}")
-            strides = piece.element_strides
-            if len(strides) != whole.ndim or min(strides, default=0) < 0:
-                raise self._error(f"its piece {piece.region} has strides {strides}")
-            if not 0 <= piece.offset <= piece.stop(self.itemsize) <= _MAX_NBYTES:
-                raise self._error(f"its piece {piece.region} would begin at byte {piece.offset} of {piece.file!r}")
-            if not is_file_name(piece.file):
-                raise self._error(f"its piece {piece.region} is in {piece.file!r}, which is no file of the checkpoint")
+            self.validate_piece(piece)
         index = RegionIndex([piece.region for piece in self.pieces])
         if (clash := index.clash()) is not None:
             first, second = (self.pieces[position].region for position in clash)
@@ -152,6 +143,18 @@ class ForeignTensor:
         numel = math.prod(self.shape)
         is_whole = self.elements is not None or sum(piece.region.numel for piece in self.pieces) == numel
         object.__setattr__(self, "is_whole", is_whole)
+
+    def validate_piece(self, piece: Piece) -> None:
+        """Raise `CheckpointCorruptError` if a piece does not fit the tensor, or a number of it is out of bounds."""
+        region, strides = piece.region, piece.element_strides
+        if not self.contains(region) or region.is_empty:
+            raise self._error(f"its piece {region} is not inside shape {self.shape}")
+        if len(strides) != region.ndim or min(strides, default=0) < 0:
+            raise self._error(f"its piece {region} has strides {strides}")
+        if not 0 <= piece.offset <= piece.stop(self.itemsize) <= _MAX_NBYTES:
+            raise self._error(f"its piece {region} would begin at byte {piece.offset} of {piece.file!r}")
+        if not is_file_name(piece.file):
+            raise self._error(f"its piece {region} is in {piece.file!r}, which is no file of the checkpoint")
 
     def _error(self, reason: str) -> CheckpointCorruptError:
         return CheckpointCorruptError(f"tensor {self.name[:200]!r} cannot be read: {reason}")
@@ -165,6 +168,12 @@ class ForeignTensor:
     def nbytes(self) -> int:
         """Bytes of all elements."""
         return math.prod(self.shape) * self.itemsize
+
+    def contains(self, region: Region) -> bool:
+        """Whether a region is inside the tensor."""
+        return region.ndim == len(self.shape) and all(
+            start + size <= limit for start, size, limit in zip(region.offset, region.shape, self.shape, strict=True)
+        )
 
     def pieces_in(self, region: Region) -> list[Piece]:
         """Return the pieces that share an element with a region, in their order."""

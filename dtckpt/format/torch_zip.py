@@ -34,6 +34,9 @@ _HEADER = struct.Struct("<4s22xHH")
 _ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
 """Of the directory: signature, flags, method, CRC, packed bytes, bytes, those of name, extra field and comment, header.
 """
+CRC_NBYTES = 4
+_CRC_OFFSET = 16
+"""Of the CRC in an entry of the directory."""
 _END = struct.Struct("<4s8xII2x")
 """Of the directory's end: signature, bytes of the directory, its offset."""
 _END_64 = struct.Struct("<4s36xQQ")
@@ -49,8 +52,6 @@ _OLD_NBYTES = 262
 
 Read = Callable[[int, int], bytes]
 """Returns the bytes of a file from a position to another one; fewer where the file ends before."""
-Parse = Callable[[bytes, str, ReadBudget], Any]
-"""Parses a pickle, as `parse_pickle`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,10 @@ class Record:
         header: Position of its header.
         nbytes: Bytes of its content.
         is_plain: Whether the content is stored as it is, neither compressed nor encrypted.
-        stop: The end of its content, if it is plain: the next record follows.
+        stop: The end of its content, if it is plain.
+        end: The end of what follows its content: the next record or the directory begins here.
         crc: CRC-32 of its content; 0 if PyTorch was told to take none.
+        crc_start: Position of the CRC in the directory.
     """
 
     name: str
@@ -71,7 +74,9 @@ class Record:
     nbytes: int
     is_plain: bool
     stop: int
+    end: int
     crc: int
+    crc_start: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,8 +99,8 @@ class TorchZip:
     read: Read
     budget: ReadBudget
 
-    def storage(self, key: str, nbytes: int) -> tuple[int, int]:
-        """Return the position of a storage's first byte, and its CRC-32 (0 if none was taken). Blocks: on the file.
+    def storage(self, key: str, nbytes: int) -> tuple[int, Record]:
+        """Return the position of a storage's first byte, and its record. Blocks: on the file.
 
         Args:
             key: The storage's name in the pickle.
@@ -109,16 +114,14 @@ class TorchZip:
             raise _malformed(self.where, f"storage {key[:80]!r} is missing")
         if record.nbytes != nbytes:
             raise _malformed(self.where, f"storage {key!r} has {record.nbytes} bytes, expected {nbytes}")
-        return _content_start(record, self.read, self.where), record.crc
+        return _content_start(record, self.read, self.where), record
 
     def element_start(self, view: StorageView) -> int:
         """Return the position of a tensor's first element. Blocks and Raises: as `storage`."""
         return self.storage(view.key, view.storage_nbytes)[0] + view.start
 
 
-def read_zip(
-    read: Read, nbytes: int, where: str, budget: ReadBudget | None = None, parse: Parse = parse_pickle
-) -> TorchZip:
+def read_zip(read: Read, nbytes: int, where: str, budget: ReadBudget | None = None) -> TorchZip:
     """Read the directory and the pickle of a file of ``torch.save``.
 
     Args:
@@ -126,7 +129,6 @@ def read_zip(
         nbytes: Bytes of the file.
         where: Its name, for messages.
         budget: As for `parse_pickle`.
-        parse: Parses the pickle.
 
     Raises:
         CheckpointCorruptError: It is cut short or malformed, or makes far more than its bytes.
@@ -147,7 +149,7 @@ def read_zip(
         if records[name].nbytes > MAX_PICKLE_NBYTES:
             raise _malformed(where, f"its pickle has {records[name].nbytes} bytes")
         budget = ReadBudget(where) if budget is None else budget
-        value = parse(_content(records[name], read, where), where, budget)
+        value = parse_pickle(_content(records[name], read, where), where, budget)
     except (struct.error, UnicodeDecodeError) as error:
         raise _malformed(where, str(error)) from error
     return TorchZip(where, value, prefix, records, read, budget)
@@ -166,11 +168,12 @@ def _validate_byte_order(record: Record | None, read: Read, where: str) -> None:
 def _records(read: Read, nbytes: int, where: str) -> dict[str, Record]:
     """Return the records of a zip, by name."""
     start, stop = _directory_span(read, nbytes, where)
-    entries = sorted(_entries(read(start, stop), where), key=lambda entry: entry.header)
+    entries = sorted(_entries(read(start, stop), start, where), key=lambda entry: entry.header)
     records = {}
     for entry, end in zip(entries, [*(entry.header for entry in entries[1:]), start], strict=True):
         is_plain = entry.method == 0 and not entry.flags & _IS_ENCRYPTED and entry.nbytes == entry.packed
-        record = Record(entry.name, entry.header, entry.nbytes, is_plain, end - entry.trailer_nbytes, entry.crc)
+        stop = end - entry.trailer_nbytes
+        record = Record(entry.name, entry.header, entry.nbytes, is_plain, stop, end, entry.crc, entry.crc_start)
         if entry.name in records or entry.header + entry.packed > record.stop:
             raise _malformed(where, f"its directory is damaged at {entry.name[:80]!r}")
         records[entry.name] = record
@@ -184,6 +187,7 @@ class _Entry(NamedTuple):
     flags: int
     method: int
     crc: int
+    crc_start: int
     packed: int
     nbytes: int
     header: int
@@ -196,11 +200,12 @@ class _Entry(NamedTuple):
         return 24 if max(self.packed, self.nbytes, self.header) >= _FULL else 16
 
 
-def _entries(data: bytes, where: str) -> Iterator[_Entry]:
+def _entries(data: bytes, start: int, where: str) -> Iterator[_Entry]:
+    """Yield the entries of a directory, which begins at a position of the file."""
     position = 0
     while position < len(data):
         signature, flags, method, crc, packed, nbytes, *lengths, header = _ENTRY.unpack_from(data, position)
-        name_start = position + _ENTRY.size
+        name_start, crc_start = position + _ENTRY.size, start + position + _CRC_OFFSET
         extra_start = name_start + lengths[0]
         extra = data[extra_start : extra_start + lengths[1]]
         position = extra_start + lengths[1] + lengths[2]
@@ -208,7 +213,7 @@ def _entries(data: bytes, where: str) -> Iterator[_Entry]:
             raise _malformed(where, "its directory is damaged")
         # In this order, those that are too large for the entry stand in the extra field.
         nbytes, packed, header = _long_numbers((nbytes, packed, header), extra)
-        yield _Entry(data[name_start:extra_start].decode(), flags, method, crc, packed, nbytes, header)
+        yield _Entry(data[name_start:extra_start].decode(), flags, method, crc, crc_start, packed, nbytes, header)
 
 
 def _validate_age(read: Read, where: str) -> None:

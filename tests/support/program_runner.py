@@ -175,7 +175,10 @@ def _differences(program: Program, mesh: Mesh, *, goes_on: bool) -> Iterator[Dif
             {name for name, count in _versions(each).items() if old.get(name, count) != count}
             for each, old in zip((plain, ours), before, strict=True)
         ]
-        if any(_overlaps(plain[name]) for name in changes[0]):
+        written = [plain[name] for name in changes[0]]
+        if "_scatter(" in statement.source and isinstance(plain.get(made), torch.Tensor):
+            written.append(plain[made])
+        if any(map(_overlaps, written)):
             return
         is_lazy = is_lazy or any(each.is_conj() or each.is_neg() for each in tensors_of(plain).values())
         for name, each in tensors_of(plain).items():

@@ -14,7 +14,7 @@ import numpy as np
 from dtckpt.checkpoint.converting.export import Export, ExportedTensor
 from dtckpt.checkpoint.converting.file_plan import FilePlan
 from dtckpt.checkpoint.reading.foreign_formats import FORMATS
-from dtckpt.checkpoint.reading.torch_streams import locate_piece
+from dtckpt.checkpoint.reading.torch_streams import PieceLocator
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format import tree as trees
 from dtckpt.format.stored_pieces import ForeignIndex
@@ -64,7 +64,8 @@ def _is_at(index: ForeignIndex, files: LocalFolder, export: Export, tensor: Expo
         return False
     if found.elements is not None:
         return not places and found.elements.tobytes() == np.ascontiguousarray(export.read_array(tensor.name)).tobytes()
-    pieces = [locate_piece(files, found, piece) for piece in found.pieces]
+    locator = PieceLocator(files)
+    pieces = [locator.locate(found, piece) for piece in found.pieces]
     return not any(piece.strides for piece in pieces) and places == {
         (piece.region, piece.file, piece.offset) for piece in pieces
     }

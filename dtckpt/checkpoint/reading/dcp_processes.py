@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from dtckpt.checkpoint.reading.dcp_values import Value, read_value, read_values, segments_of, tensor_of
-from dtckpt.checkpoint.reading.torch_streams import locate_piece
+from dtckpt.checkpoint.reading.torch_streams import PieceLocator
 from dtckpt.errors import CheckpointCorruptError, DtckptError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.dcp_metadata import DcpMetadata, DcpTensor, StoredItem
@@ -120,7 +120,7 @@ class _Merging:
 
     def _checksum(self, tensor: DcpTensor, region: Region, item: StoredItem) -> tuple[int, int] | None:
         one = tensor_of(self._name, replace(tensor, chunks=((region, item),)))
-        place = locate_piece(self._folder, one, one.pieces[0])
+        place = PieceLocator(self._folder).locate(one, one.pieces[0])
         # Of elements in another order the checksum says nothing.
         return None if place.checked is None or place.strides else (place.checked.nbytes, place.checked.crc)
 

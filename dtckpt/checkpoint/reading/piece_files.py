@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from dtckpt.checkpoint.reading.piece_reads import Span, plan_spans
 from dtckpt.checkpoint.reading.read_chunks import Scratch, convert, cut, validate_convertible
 from dtckpt.checkpoint.reading.read_regions import MAX_IN_FLIGHT, REMOTE_IN_FLIGHT_NBYTES, spare_threads
 from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo, TensorInfos
-from dtckpt.checkpoint.reading.torch_streams import locate_piece
+from dtckpt.checkpoint.reading.torch_streams import PieceLocator
 from dtckpt.errors import CheckpointConflictError
 from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
@@ -167,6 +167,7 @@ class PieceFiles:
         self._max_gap = LOCAL_GAP_NBYTES if self._is_local else REMOTE_GAP_NBYTES
         self._max_nbytes = LOCAL_SPAN_NBYTES if self._is_local else REMOTE_SPAN_NBYTES
         self._ranges = RangeReader(folder)
+        self._locator = PieceLocator(folder, self._read_bytes)
         self._places: dict[Piece, Piece] = {}
         self._sound: set[tuple[str, CheckedBytes]] = set()
         sizes = index.file_nbytes()
@@ -238,19 +239,21 @@ class PieceFiles:
             tensor = self._index.tensors[name]
             validate_convertible(name, tensor.dtype, buffers)
             regions = [region for region, _ in buffers]
-            # A tensor of the pieces that are needed, so that their places are checked, and no other piece again.
-            pieces = tuple(self._located(tensor, regions))
-            needed = tensor if pieces == tensor.pieces else replace(tensor, pieces=pieces)
-            spans = plan_spans(needed, regions, max_gap=self._max_gap, max_nbytes=max_nbytes)
+            self._locate_all(tensor, regions)
+            spans = plan_spans(tensor, regions, max_gap=self._max_gap, max_nbytes=max_nbytes, places=self._places)
             for span in spans:
                 yield _SpanRead(span, DTYPES[tensor.dtype], cut(buffers[span.number][1], span.target))
             if tensor.elements is not None:
                 for region, buffer in buffers:
                     convert(cut(tensor.elements, region.slices()), buffer)
 
-    def _located(self, tensor: ForeignTensor, regions: Sequence[Region]) -> list[Piece]:
-        """Return the pieces that some regions need; those in streams have the places of their elements."""
-        wanted = dict.fromkeys(piece for region in regions for piece in tensor.pieces_in(region))
+    def _locate_all(self, tensor: ForeignTensor, regions: Sequence[Region]) -> list[Piece]:
+        """Find the elements of the pieces that some regions need; return those pieces."""
+        wanted = (
+            tensor.pieces_in(regions[0])
+            if len(regions) == 1
+            else list(dict.fromkeys(piece for region in regions for piece in tensor.pieces_in(region)))
+        )
         unknown = [piece for piece in wanted if piece.stream_nbytes is not None and piece not in self._places]
         if self._is_local:
             places = [self._locate(tensor, piece) for piece in unknown]
@@ -262,9 +265,7 @@ class PieceFiles:
 
     def _locate(self, tensor: ForeignTensor, piece: Piece) -> Piece:
         with translate_errors("find the elements of {!r} in {}", self._folder, tensor.name, piece.file, is_read=True):
-            if self._is_local:
-                self._file(piece.file)  # raises: another one took its place
-            return locate_piece(self._folder, tensor, piece)
+            return self._locator.locate(tensor, piece)
 
     def _read_local(self, reads: Iterable[_SpanRead], max_in_flight: int | None) -> Iterator[int]:
         """Read spans of local files, batches of them in several threads; yield the bytes of each batch."""
@@ -317,6 +318,12 @@ class PieceFiles:
                 f"{self._folder}/{name} was replaced or changed while it was being read; open it again"
             )
         return file
+
+    def _read_bytes(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes of a file; fewer where it ends before. Raises: as `_file`."""
+        if self._is_local:
+            return os.pread(self._file(name).descriptor, stop - start, start)
+        return self._folder.read(name, start, stop)
 
     def _read_remote(self, reads: Iterable[_SpanRead], max_in_flight: int | None) -> Iterator[int]:
         """Read spans elsewhere, with many requests under way; yield the bytes of each."""
@@ -376,7 +383,7 @@ class PieceFiles:
     def validate_part(self, name: str, region: Region) -> None:
         """As `CheckpointFiles.validate_part`: the checksums of the bytes that its pieces begin in, if they have any."""
         tensor = self._index.tensors[name]
-        for piece in self._located(tensor, [region]):
+        for piece in self._locate_all(tensor, [region]):
             # Once for a piece, at its first part; once for pieces that share their bytes.
             checked = piece.checked if piece.region.offset == region.offset else None
             if checked is not None and (piece.file, checked) not in self._sound:
@@ -387,7 +394,7 @@ class PieceFiles:
     def _validate_checked(self, file: str, checked: CheckedBytes) -> None:
         crc, stop = 0, checked.start + checked.nbytes
         for start in range(checked.start, stop, BATCH_NBYTES):
-            crc = crc32(self._folder.read(file, start, min(start + BATCH_NBYTES, stop)), crc)
+            crc = crc32(self._read_bytes(file, start, min(start + BATCH_NBYTES, stop)), crc)
         if crc != checked.crc:
             raise MalformedError(
                 f"bytes {checked.start} to {stop} of {file} are not those that were saved: their CRC does not match"

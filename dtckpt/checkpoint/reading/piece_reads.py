@@ -10,8 +10,9 @@ between them; long ones are cut::
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from dtckpt.errors import RegionError, RegionNotFoundError
 from dtckpt.format.stored_pieces import ForeignTensor, Piece, c_strides
@@ -48,7 +49,14 @@ class Span:
         return self.stop - self.start
 
 
-def plan_spans(tensor: ForeignTensor, regions: Sequence[Region], *, max_gap: int, max_nbytes: int) -> Iterator[Span]:
+def plan_spans(
+    tensor: ForeignTensor,
+    regions: Sequence[Region],
+    *,
+    max_gap: int,
+    max_nbytes: int,
+    places: Mapping[Piece, Piece] = MappingProxyType({}),
+) -> Iterator[Span]:
     """Plan the reads of some regions of a tensor.
 
     Args:
@@ -56,14 +64,14 @@ def plan_spans(tensor: ForeignTensor, regions: Sequence[Region], *, max_gap: int
         regions: The regions.
         max_gap: The longest gap between two runs, in bytes, that is read rather than passed over.
         max_nbytes: Bound on the bytes of a range.
+        places: By piece that lies in a stream, the same piece with the place of its elements.
 
     Raises:
         RegionError: A region is outside the tensor.
         RegionNotFoundError: A part of a region was not saved.
     """
-    whole = Region.full(tensor.shape)
     for region in regions:
-        if region.ndim != whole.ndim or not whole.contains(region):
+        if not tensor.contains(region):
             raise RegionError(f"region {region} is outside tensor {tensor.name!r} of shape {tensor.shape}")
         if not tensor.is_whole and region.numel > sum(box.numel for _, box in _overlaps(tensor, region)):
             raise RegionNotFoundError(
@@ -73,7 +81,7 @@ def plan_spans(tensor: ForeignTensor, regions: Sequence[Region], *, max_gap: int
         span
         for number, region in enumerate(regions)
         for piece, box in _overlaps(tensor, region)
-        for span in _Runs.of(piece, box, tensor.itemsize).spans(number, region, max_gap, max_nbytes)
+        for span in _Runs.of(places.get(piece, piece), box, tensor.itemsize).spans(number, region, max_gap, max_nbytes)
     )
 
 

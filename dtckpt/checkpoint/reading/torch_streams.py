@@ -9,20 +9,20 @@ Its first and last bytes tell where they are::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.format.pickle_syntax import parse_pickle
 from dtckpt.format.pickled_tensors import StorageView, tensor_view
 from dtckpt.format.pickled_tree import Leaf
 from dtckpt.format.read_budget import ReadBudget
 from dtckpt.format.stored_pieces import CheckedBytes, ForeignTensor, Piece, c_strides
-from dtckpt.format.torch_zip import TAIL_NBYTES, Parse, Read, TorchZip, read_zip
+from dtckpt.format.torch_zip import CRC_NBYTES, TAIL_NBYTES, Read, Record, TorchZip, read_zip
 from dtckpt.layout.region import Region
 from dtckpt.storage.folder import Folder
 
@@ -61,7 +61,7 @@ class TorchStream:
         # Each is one small read, which takes long elsewhere.
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
             found = pool.map(lambda storage: self.zip.storage(*storage), storages)
-            places = dict(zip(storages, found, strict=True))
+            places = dict(zip(storages, ((start, record.crc) for start, record in found), strict=True))
         return {
             name: _array(name, leaf)
             if isinstance(leaf, np.ndarray)
@@ -73,45 +73,63 @@ class TorchStream:
         # A tensor without elements has no pieces.
         if 0 in view.shape:
             return ()
-        return (self.piece(view, Region.full(view.shape), *places[view.key, view.storage_nbytes]),)
+        start, crc = places[view.key, view.storage_nbytes]
+        return (_piece(view, Region.full(view.shape), self.file, self.offset + start, crc),)
 
-    def piece(self, view: StorageView, region: Region, start: int, crc: int) -> Piece:
-        """Return the piece that a view is.
 
-        Args:
-            view: The view.
-            region: The box that it is of its tensor.
-            start: Position of its storage in the zip.
-            crc: CRC of the storage; 0 if none was taken.
-        """
-        start += self.offset
-        checked = CheckedBytes(start, view.storage_nbytes, crc) if crc else None
-        strides = None if view.strides == c_strides(view.shape) else view.strides
-        return Piece(region, self.file, start + view.start, strides, checked=checked)
+def _piece(view: StorageView, region: Region, file: str, start: int, crc: int) -> Piece:
+    """Return the piece that a view is.
+
+    Args:
+        view: The view.
+        region: The box that it is of its tensor.
+        file: Name of the file.
+        start: Position of the view's storage in the file.
+        crc: CRC of the storage; 0 if none was taken.
+    """
+    checked = CheckedBytes(start, view.storage_nbytes, crc) if crc else None
+    strides = None if view.strides == c_strides(view.shape) else view.strides
+    return Piece(region, file, start + view.start, strides, checked=checked)
 
 
 def _array(name: str, array: np.ndarray[Any, Any]) -> ForeignTensor:
     return ForeignTensor(name, array.shape, array.dtype.name, (), elements=array)
 
 
-class _LatestPickle:
-    """Parses pickles, and reuses the latest value for an equal pickle: the chunks of a tensor have equal pickles.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Frame:
+    """All bytes of a small stream but the elements and their CRC. Most chunks of a tensor have the same.
 
-    Its values must not be changed.
+    Args:
+        view: The tensor.
+        start: Position of its storage in the stream.
+        crc_start: Position of the storage's CRC.
+        nbytes: Bytes of the stream.
+        parts: The bytes, and the position of each part.
     """
 
-    def __init__(self) -> None:
-        self._latest: tuple[bytes, Any] | None = None
+    view: StorageView
+    start: int
+    crc_start: int
+    nbytes: int
+    parts: tuple[tuple[int, bytes], ...]
 
-    def parse(self, data: bytes, where: str, budget: ReadBudget) -> Any:
-        """As `parse_pickle`. Thread-safe."""
-        latest = self._latest
-        if latest is None or latest[0] != data:
-            self._latest = latest = bytes(data), parse_pickle(data, where, budget)
-        return latest[1]
+    @classmethod
+    def of(cls, data: bytes, view: StorageView, start: int, record: Record) -> _Frame:
+        """Return the frame of a stream."""
+        parts = tuple(
+            (first, data[first:stop])
+            for first, stop in ((0, start), (record.end, record.crc_start), (record.crc_start + CRC_NBYTES, len(data)))
+        )
+        return cls(view, start, record.crc_start, len(data), parts)
 
+    def is_of(self, data: bytes) -> bool:
+        """Whether a stream has this frame."""
+        return len(data) == self.nbytes and all(data.startswith(part, first) for first, part in self.parts)
 
-_latest_pickle = _LatestPickle()
+    def crc(self, data: bytes) -> int:
+        """Return the CRC of the storage of a stream that has this frame."""
+        return int.from_bytes(data[self.crc_start : self.crc_start + CRC_NBYTES], "little")
 
 
 def open_stream(
@@ -122,7 +140,6 @@ def open_stream(
     read_file: Read | None = None,
     *,
     budget: ReadBudget | None = None,
-    parse: Parse = parse_pickle,
 ) -> TorchStream:
     """Read what a stream of ``torch.save`` holds beside elements. Blocks: on storage.
 
@@ -132,8 +149,7 @@ def open_stream(
         offset: The first byte of the stream.
         nbytes: Bytes of the stream.
         read_file: Reads the file, if a part of it is in memory already.
-        budget: As for `parse_pickle`.
-        parse: Parses the pickle.
+        budget: As for `dtckpt.format.pickle_syntax.parse_pickle`.
 
     Raises:
         CheckpointCorruptError: The stream is damaged.
@@ -145,7 +161,7 @@ def open_stream(
         return folder.read(file, *bounds) if read_file is None else read_file(*bounds)
 
     where = f"{folder}/{file}" if offset == 0 else f"{folder}/{file}, from byte {offset}"
-    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where, budget, parse), file, offset)
+    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where, budget), file, offset)
 
 
 def _with_windows(read: Read, nbytes: int) -> Read:
@@ -171,21 +187,49 @@ def _with_windows(read: Read, nbytes: int) -> Read:
     return windowed
 
 
-def locate_piece(folder: Folder, tensor: ForeignTensor, piece: Piece) -> Piece:
-    """Return a piece of a tensor with the place of its elements, given the stream that holds them. Blocks: on storage.
+class PieceLocator:
+    """Finds the elements of the pieces that lie in streams. Thread-safe.
 
-    Raises:
-        CheckpointCorruptError: The stream is damaged, or holds something else.
-        CheckpointVersionError: It was not written by ``torch.save``, or not by a version that is known.
-        TreeError: It holds a tensor that cannot be read, as a sparse one.
+    Args:
+        folder: The folder that the files are in.
+        read: Reads bytes from a position to another one of a file; None: ``folder.read``.
     """
-    if piece.stream_nbytes is None:
-        return piece
-    stream = open_stream(folder, piece.file, piece.offset, piece.stream_nbytes, parse=_latest_pickle.parse)
-    view = tensor_view(stream.zip.value, tensor.name)
-    if view.shape != piece.region.shape or view.dtype != tensor.dtype:
-        raise CheckpointCorruptError(
-            f"{stream.zip.where} holds {view.dtype} of shape {view.shape}, expected {tensor.dtype} of shape "
-            f"{piece.region.shape} for tensor {tensor.name!r}"
-        )
-    return stream.piece(view, piece.region, *stream.zip.storage(view.key, view.storage_nbytes))
+
+    def __init__(self, folder: Folder, read: Callable[[str, int, int], bytes] | None = None) -> None:
+        self._folder = folder
+        self._read = folder.read if read is None else read
+        # To parse a small stream takes ten times as long as to compare its frame with the latest one.
+        self._latest: _Frame | None = None
+
+    def locate(self, tensor: ForeignTensor, piece: Piece) -> Piece:
+        """Return a piece of a tensor with the place of its elements. Blocks: on storage.
+
+        Raises:
+            CheckpointCorruptError: The stream is damaged, or holds something else.
+            CheckpointVersionError: It was not written by ``torch.save``, or not by a version that is known.
+            TreeError: It holds a tensor that cannot be read, as a sparse one.
+        """
+        if piece.stream_nbytes is None:
+            return piece
+        view, start, crc = self._parse(tensor.name, piece.file, piece.offset, piece.stream_nbytes)
+        if view.shape != piece.region.shape or view.dtype != tensor.dtype:
+            raise CheckpointCorruptError(
+                f"{self._folder}/{piece.file} holds, from byte {piece.offset}, {view.dtype} of shape {view.shape}, "
+                f"expected {tensor.dtype} of shape {piece.region.shape} for tensor {tensor.name!r}"
+            )
+        place = _piece(view, piece.region, piece.file, piece.offset + start, crc)
+        tensor.validate_piece(place)
+        return place
+
+    def _parse(self, name: str, file: str, offset: int, nbytes: int) -> tuple[StorageView, int, int]:
+        """Return the tensor of a stream, and the position and the CRC of its storage."""
+        data = self._read(file, offset, offset + nbytes) if nbytes <= WHOLE_NBYTES else None
+        frame = self._latest  # once, because other threads set it
+        if data is not None and frame is not None and frame.is_of(data):
+            return frame.view, frame.start, frame.crc(data)
+        stream = open_stream(self._folder, file, offset, nbytes, partial(self._read, file))
+        view = tensor_view(stream.zip.value, name)
+        start, record = stream.zip.storage(view.key, view.storage_nbytes)
+        if data is not None:
+            self._latest = _Frame.of(data, view, start, record)
+        return view, start, record.crc

@@ -19,7 +19,7 @@ def _write(folder, rows, columns):
     """Write a checkpoint of one tensor, sharded along both dims."""
     stream = io.BytesIO()
     torch.save(torch.ones(SIDE, SIDE), stream)
-    places, chunks, data = {}, [], b""
+    places, chunks, data = {}, [], bytearray()
     for row in range(rows):
         for column in range(columns):
             offset = torch.Size((SIDE * row, SIDE * column))

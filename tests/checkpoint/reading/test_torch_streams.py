@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtckpt
 from dtckpt.checkpoint.reading import dcp_files, dcp_values, torch_files, torch_streams
-from dtckpt.checkpoint.reading.torch_streams import locate_piece
+from dtckpt.checkpoint.reading.torch_streams import PieceLocator
 from dtckpt.errors import CheckpointCorruptError, TreeError, UnexpectedTensorError
 from dtckpt.format import tree as trees
 from dtckpt.format.stored_pieces import Piece
@@ -57,7 +57,7 @@ def stored(folder, index):
             return tensor.elements
         assert tensor.is_whole
         for piece in tensor.pieces:
-            place = locate_piece(folder, tensor, piece)
+            place = PieceLocator(folder).locate(tensor, piece)
             data = bytearray(folder.read(place.file, place.offset, place.stop(tensor.itemsize)))
             box = torch.frombuffer(data, dtype=result.dtype).as_strided(place.region.shape, place.element_strides)
             result[place.region.slices()] = box
@@ -137,11 +137,11 @@ def test_chunks_that_are_not_what_the_metadata_says(tmp_path):
     (piece,) = tensor.pieces
     wrong = Piece(Region((0, 0), (50, 99)), piece.file, piece.offset, stream_nbytes=piece.stream_nbytes)
     with pytest.raises(CheckpointCorruptError, match=r"float32 of shape \(50, 100\), expected .*\(50, 99\)"):
-        locate_piece(folder, tensor, wrong)
+        PieceLocator(folder).locate(tensor, wrong)
     data = (tmp_path / piece.file).read_bytes()
     (tmp_path / piece.file).write_bytes(data[:-1])
     with pytest.raises(CheckpointCorruptError, match="its end is missing"):
-        locate_piece(folder, tensor, piece)
+        PieceLocator(folder).locate(tensor, piece)
 
 
 def test_values_that_are_damaged_are_refused_alone(tmp_path):
@@ -187,7 +187,7 @@ def test_verify_compares_the_checksums_of_pytorch(tmp_path):
             assert (report.is_sound, report.num_unverified, report.num_tensors) == (True, 0, 4)
             tensor = checkpoint.files._index.tensors["w"]
         (piece,) = tensor.pieces
-        place = locate_piece(LocalFolder(file.parent), tensor, piece)
+        place = PieceLocator(LocalFolder(file.parent)).locate(tensor, piece)
         data = bytearray(file.read_bytes())
         data[place.offset + 4000] ^= 1
         file.write_bytes(data)
