@@ -51,6 +51,8 @@ class Words(Variables):
                     and not (any(text in row.statement for text in _UNCHECKED) and _is_expanded(each))
                     # Sums of terms lose the signs of zeros, on which the side of a branch cut depends.
                     and not (self.can_be_pending and each.is_complex() and any(cut in row.statement for cut in _CUTS))
+                    # PyTorch writes to the source: it takes the result for an `out` of another shape.
+                    and not ("{x}.squeeze_({dim}" in row.statement and each.is_neg())
                     # The mean of no numbers is whatever was in memory.
                     and not ("margin_loss" in row.statement and not each.numel())
                     # Autograd would go on to take the view for a part of its base.

@@ -416,3 +416,13 @@ def test_plain_operands_keep_their_strides(placement):
         for operator in (torch.add, lambda one, other: torch.where(other > 0, one, other)):
             assert_same(operator(tensor, operand), operator(whole, operand))
             assert_same(operator(operand, tensor), operator(operand, whole))
+
+
+def test_a_lazily_negated_view_that_is_squeezed_leaves_its_source():
+    """On plain tensors PyTorch 2.13 changes the source."""
+    whole = torch.tensor([[[[1 - 2j], [1 + 3j]]]])
+    tensor = distribute_tensor(whole, MESHES[1], [R])
+    view = tensor.conj().imag
+    view.squeeze_(0)
+    assert torch.equal(tensor.full_tensor(), whole)
+    assert torch.equal(view.full_tensor(), torch.tensor([[[2.0], [-3.0]]]))
