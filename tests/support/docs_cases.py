@@ -208,7 +208,7 @@ def dcp(names: Names) -> Iterator[None]:
     with mock.patch.dict(sys.modules, trainer_modules()):
         yield
     manager, modes = names["DtckptManager"](), names["AsyncMode"]
-    for step, mode in enumerate(modes):
+    for step, mode in enumerate([modes.DISABLED, modes.ASYNC]):
         saved = manager.dcp_save({"w": torch.full((3,), float(step))}, f"step-{step}", mode)
         if mode is not modes.DISABLED:
             saved.result()
@@ -216,6 +216,10 @@ def dcp(names: Names) -> Iterator[None]:
         state = {"w": torch.zeros(3)}
         manager.dcp_load(state, f"step-{step}", from_hf=False, from_quantized=False)
         assert manager.states["model"].loaded["w"].tolist() == state["w"].tolist() == [float(step)] * 3
+    with mock.patch.object(torch.distributed.checkpoint, "async_save") as async_save:  # it would start a process
+        manager.dcp_save({}, "step-9", modes.ASYNC_WITH_PINNED_MEM)
+    options = async_save.call_args.kwargs
+    assert (options["async_checkpointer_type"].value, options["async_stager"]) == ("process", "the trainer's")
     assert manager.dcp_save({}, "step-9", modes.DISABLED, to_hf=True) == "by the trainer itself"
     assert manager.dcp_load({}, "step-9", from_hf=True, from_quantized=False) == "by the trainer itself"
 
@@ -226,6 +230,7 @@ def trainer_modules() -> dict[str, types.ModuleType]:
     class AsyncMode(enum.Enum):
         DISABLED = "disabled"
         ASYNC = "async"
+        ASYNC_WITH_PINNED_MEM = "async_with_pinned_mem"
 
     class ModelState:
         def load_state_dict(self, state: Any) -> None:
@@ -240,6 +245,7 @@ def trainer_modules() -> dict[str, types.ModuleType]:
 
         def __init__(self) -> None:
             self.states = {"model": ModelState()}
+            self.stager = "the trainer's"
 
         def dcp_save(self, *_: Any) -> str:
             return "by the trainer itself"
