@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.managing.manager import CheckpointManager
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
     from dtckpt.checkpoint.managing.retention import Retention
+    from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
     from dtckpt.checkpoint.per_client import PerClient
-    from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
     from dtckpt.checkpoint.reading.tensor_info import TensorInfo
     from dtckpt.checkpoint.reading.verify import VerifyReport
     from dtckpt.checkpoint.resharding.reshard import reshard
@@ -53,9 +53,8 @@ if TYPE_CHECKING:
         run_on,
         unpack,
     )
-    from dtckpt.format.client_values import ClientValues
-    from dtckpt.format.enum_members import EnumMember
-    from dtckpt.format.tensor_parts import TensorParts
+    from dtckpt.format.containers import ClientValues, TensorParts
+    from dtckpt.format.plain_values import EnumMember
     from dtckpt.interop.zarr_store import zarr_store
     from dtckpt.layout.clients import (
         client_id,
@@ -93,7 +92,7 @@ _MODULES = {
     "checkpoint.per_client": ("PerClient",),
     "checkpoint.tiers.local_restore": ("LocalRestore",),
     "checkpoint.tiers.options": ("LocalTier",),
-    "checkpoint.reading.checkpoint": ("Checkpoint", "open_checkpoint"),
+    "checkpoint.open": ("Checkpoint", "open_checkpoint"),
     "checkpoint.reading.tensor_info": ("TensorInfo",),
     "checkpoint.restoring.restore": ("restore",),
     "checkpoint.rng_state": ("RngState",),
@@ -102,9 +101,8 @@ _MODULES = {
     "checkpoint.saving.report": ("SaveReport",),
     "checkpoint.saving.save": ("save",),
     "checkpoint.reading.verify": ("VerifyReport",),
-    "format.client_values": ("ClientValues",),
-    "format.enum_members": ("EnumMember",),
-    "format.tensor_parts": ("TensorParts",),
+    "format.containers": ("ClientValues", "TensorParts"),
+    "format.plain_values": ("EnumMember",),
     "interop.zarr_store": ("zarr_store",),
     "layout.clients": (
         "client_id",

@@ -13,15 +13,15 @@ import numpy as np
 from dtckpt.checkpoint.inspecting.element_statistics import Statistics
 from dtckpt.checkpoint.inspecting.read_slice import read_edges, read_elements, read_statistics
 from dtckpt.checkpoint.inspecting.selection import Selection
+from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.progress_bar import is_watched
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.cli.freed_memory import return_freed_memory
 from dtckpt.cli.output import format_shape, open_progress, value_text, write_event, write_line
 from dtckpt.cli.plain_arguments import parse_size
 from dtckpt.errors import ConfigError, TensorNotFoundError, capped, printable
-from dtckpt.format.numbers import numbers_of
+from dtckpt.format.dtypes import numbers_of
 from dtckpt.format.plain_values import encode_value
 from dtckpt.format.tree import value_nodes
 

@@ -36,7 +36,7 @@ def complete_topics(context: click.Context, _: click.Parameter, incomplete: str)
 
 def complete_tensors(context: click.Context, _: click.Parameter, incomplete: str) -> list[str | CompletionItem]:
     """Return names of tensors of the checkpoint before on the line; none if it cannot be opened."""
-    from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
+    from dtckpt.checkpoint.open import open_checkpoint
     from dtckpt.errors import DtckptError
 
     try:

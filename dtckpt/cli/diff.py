@@ -22,7 +22,7 @@ from dtckpt.checkpoint.inspecting.difference import (
 )
 from dtckpt.checkpoint.inspecting.element_differences import ElementDifferences, Extreme
 from dtckpt.checkpoint.inspecting.tensor_comparison import Reads
-from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
+from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.cli.exit_codes import ExitCode
 from dtckpt.cli.freed_memory import return_freed_memory
 from dtckpt.cli.name_groups import group_names

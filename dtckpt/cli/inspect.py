@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
@@ -19,7 +19,7 @@ from dtckpt.cli.pager import page
 from dtckpt.errors import TensorNotFoundError, capped, format_nbytes, printable
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.manifest import Costs
-from dtckpt.format.natural_order import natural_key
+from dtckpt.format.names import natural_key
 from dtckpt.format.plain_values import Node
 from dtckpt.format.tree import value_nodes
 from dtckpt.layout.mesh import Mesh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dtckpt.checkpoint.converting.source_account import NOT_SELECTED, SourceAccount
+from dtckpt.checkpoint.converting.report import NOT_SELECTED, SourceAccount
 from dtckpt.cli.output import format_count, write_line
 from dtckpt.errors import printable
 

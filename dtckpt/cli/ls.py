@@ -12,7 +12,7 @@ from dtckpt.checkpoint.managing.survey import Survey, SurveyedCheckpoint, survey
 from dtckpt.cli.output import finite_json, format_age, format_count, table_lines, write_event
 from dtckpt.cli.pager import page
 from dtckpt.errors import format_nbytes, printable
-from dtckpt.format.natural_order import natural_key
+from dtckpt.format.names import natural_key
 from dtckpt.storage.location import location_of
 
 LEFTOVER_AGE_S = 3600.0

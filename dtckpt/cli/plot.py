@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtckpt.checkpoint.inspecting.traffic import traffic
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.timeline import timeline_picture

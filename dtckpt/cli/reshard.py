@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.checkpoint.resharding.reshard import ReshardReport, reshard
 from dtckpt.checkpoint.resharding.workers import PartReport, Worker
 from dtckpt.cli.arguments import LayoutRules, parse_dtype, parse_mesh, read_rules

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
+from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.checkpoint.reading.verify import Damage, VerifyReport
 from dtckpt.cli.exit_codes import ExitCode
 from dtckpt.cli.output import format_count, open_progress, write_event, write_line, write_summary

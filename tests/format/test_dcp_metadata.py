@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dtckpt.checkpoint.foreign.dcp_metadata import StoredItem, parse_metadata
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError
-from dtckpt.format.dcp_metadata import METADATA_NAME, StoredItem, parse_metadata
+from dtckpt.format.names import DCP_METADATA_NAME
 from dtckpt.layout.region import Region
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
@@ -76,7 +77,7 @@ def test_a_state_dict_that_was_not_flattened_has_names_only():
 def test_metadata_of_a_real_save(tmp_path):
     state = {"model": {"w": torch.ones(3, 4), "b": torch.empty(0, 2)}, "step": 3, "list": [torch.ones(2), {"a": 1}]}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
-    found = parse_metadata((tmp_path / METADATA_NAME).read_bytes(), "it")
+    found = parse_metadata((tmp_path / DCP_METADATA_NAME).read_bytes(), "it")
     assert {name: tensor.shape for name, tensor in found.tensors.items()} == {
         "model.w": (3, 4),
         "model.b": (0, 2),

@@ -9,10 +9,10 @@ import torch.distributed.checkpoint as dcp
 from support.torch_files import write_segments
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from dtckpt.checkpoint.foreign import dcp_plan
+from dtckpt.checkpoint.foreign.dcp_plan import TensorFacts, flat_leaves, plan_checkpoint
 from dtckpt.errors import TreeError
-from dtckpt.format import dcp_plan
 from dtckpt.format import tree as trees
-from dtckpt.format.dcp_plan import TensorFacts, flat_leaves, plan_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 
+from dtckpt.checkpoint.foreign import dcp_metadata
+from dtckpt.checkpoint.foreign.dcp_metadata import structure_of
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.format import dcp_tree
 from dtckpt.format import tree as trees
-from dtckpt.format.dcp_tree import structure_of
 
 
 def test_trees_are_those_of_pytorch():
@@ -34,7 +34,7 @@ def test_nothing():
         ([("a",), ("a", "b")], "leads through"),
         ([("a", "b"), ("a",)], "already"),
         ([("a", "b"), ("a", 0)], "a dict and a list"),
-        ([("a", 0), ("a", dcp_tree.MAX_GAP + 4)], "has an item 65540"),
+        ([("a", 0), ("a", dcp_metadata.MAX_GAP + 4)], "has an item 65540"),
         ([("a", -1)], "has an item -1"),
         ([("a",) * 65], "more than 64 keys"),
     ],

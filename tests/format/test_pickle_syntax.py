@@ -10,9 +10,9 @@ from fractions import Fraction
 import pytest
 from support.untrusted_checkpoints import limit_memory
 
+from dtckpt.checkpoint.foreign import pickle_syntax, read_budget
+from dtckpt.checkpoint.foreign.pickle_syntax import Call, Global, Pairs, Persistent, parse_pickle
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.format import pickle_syntax, read_budget
-from dtckpt.format.pickle_syntax import Call, Global, Pairs, Persistent, parse_pickle
 
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
 VALUES = [

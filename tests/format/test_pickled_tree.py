@@ -16,12 +16,12 @@ from support.hash_attacks import colliding_numbers
 from support.torch_files import saved, tree_of, zip_of
 from support.untrusted_checkpoints import limit_memory
 
+from dtckpt.checkpoint.foreign import read_budget
+from dtckpt.checkpoint.foreign.pickle_syntax import parse_pickle
+from dtckpt.checkpoint.foreign.pickled_tensors import StorageView
+from dtckpt.checkpoint.foreign.pickled_tree import read_tree
 from dtckpt.errors import CheckpointCorruptError, TreeError
-from dtckpt.format import read_budget
 from dtckpt.format import tree as trees
-from dtckpt.format.pickle_syntax import parse_pickle
-from dtckpt.format.pickled_tensors import StorageView
-from dtckpt.format.pickled_tree import read_tree
 
 PROTOCOLS = (2, 4, 5)
 PLAIN = {

@@ -3,8 +3,8 @@ import random
 
 import pytest
 
-from dtckpt.format import region_index
-from dtckpt.format.region_index import FEW, RegionIndex
+from dtckpt.checkpoint.reading import pieces
+from dtckpt.checkpoint.reading.pieces import FEW, RegionIndex
 from dtckpt.layout.region import Region
 
 
@@ -21,7 +21,7 @@ def _random_regions(rng, count, ndim):
 @pytest.mark.parametrize("compared", [1, 7, 1 << 20])
 @pytest.mark.parametrize("ndim", range(4))
 def test_it_finds_what_comparing_each_with_each_finds(ndim, compared, monkeypatch):
-    monkeypatch.setattr(region_index, "_COMPARED", compared)
+    monkeypatch.setattr(pieces, "_COMPARED", compared)
     rng = random.Random(ndim)
     for _ in range(300):
         regions = _random_regions(rng, rng.randint(0, 3 * FEW), ndim)

@@ -7,9 +7,7 @@ import torch
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import load, save
 
-from dtckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointVersionError
-from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.safetensors_index import (
+from dtckpt.checkpoint.foreign.safetensors_index import (
     LENGTH_NBYTES,
     NAMES,
     WeightIndex,
@@ -18,6 +16,8 @@ from dtckpt.format.safetensors_index import (
     parse_length,
     parse_weight_map,
 )
+from dtckpt.errors import CheckpointCorruptError, CheckpointError, CheckpointVersionError
+from dtckpt.format.dtypes import DTYPES
 
 
 def parse(data):

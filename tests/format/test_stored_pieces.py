@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from dtckpt.checkpoint.reading.pieces import Piece, PieceIndex, PieceTensor
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor, Piece
 from dtckpt.layout.region import Region
 
 
@@ -13,7 +13,7 @@ def piece(offset, shape, *, at=0, file="f", strides=None):
 
 
 def tensor(*pieces, shape=(4, 6), dtype="float32", elements=None):
-    return ForeignTensor("w", shape, dtype, pieces, elements=elements)
+    return PieceTensor("w", shape, dtype, pieces, elements=elements)
 
 
 def test_facts():
@@ -22,7 +22,7 @@ def test_facts():
     assert whole.nbytes == 96
     assert whole.pieces[0].element_strides == (2, 1)
     assert [each.stop(whole.itemsize) for each in whole.pieces] == [132, 64]
-    index = ForeignIndex("any", {"w": whole}, {"tensor": "w"})
+    index = PieceIndex("any", {"w": whole}, {"tensor": "w"})
     assert index.file_nbytes() == {"f": 132, "g": 64}
     assert not tensor(piece((0, 0), (4, 2))).is_whole
     assert tensor(shape=(0, 3)).is_whole
@@ -61,7 +61,7 @@ def test_refused(arguments):
 def test_a_piece_in_a_stream_ends_with_the_stream():
     stream = Piece(Region((0, 0), (4, 6)), "a", 10, stream_nbytes=900)
     assert stream.stop(2) == 910
-    assert ForeignIndex("any", {"w": tensor(stream)}, {"tensor": "w"}).file_nbytes() == {"a": 910}
+    assert PieceIndex("any", {"w": tensor(stream)}, {"tensor": "w"}).file_nbytes() == {"a": 910}
 
 
 def test_elements_in_the_index_itself():
@@ -78,16 +78,16 @@ def test_elements_in_the_index_itself():
 def test_a_tree_that_does_not_name_the_tensors():
     for structure in ({"dict": []}, {"list": [{"tensor": "w"}, {"tensor": "w"}]}, {"tensor": "v"}):
         with pytest.raises(CheckpointCorruptError):
-            ForeignIndex("any", {"w": tensor()}, structure)
+            PieceIndex("any", {"w": tensor()}, structure)
 
 
 def test_a_tensor_of_which_a_small_part_was_saved_is_no_expanded_one():
     shape = (1 << 20, 1 << 20)
-    part = ForeignTensor("w", shape, "float32", (piece((0, 0), (4, 4)),))
-    assert not ForeignIndex("any", {"w": part}, {"tensor": "w"}).tensors["w"].is_whole
-    whole = ForeignTensor("w", shape, "float32", (piece((0, 0), shape, strides=(0, 0)),))
+    part = PieceTensor("w", shape, "float32", (piece((0, 0), (4, 4)),))
+    assert not PieceIndex("any", {"w": part}, {"tensor": "w"}).tensors["w"].is_whole
+    whole = PieceTensor("w", shape, "float32", (piece((0, 0), shape, strides=(0, 0)),))
     with pytest.raises(CheckpointCorruptError, match="would be made of 4 bytes"):
-        ForeignIndex("any", {"w": whole}, {"tensor": "w"})
+        PieceIndex("any", {"w": whole}, {"tensor": "w"})
 
 
 def test_many_pieces_are_compared_quickly():

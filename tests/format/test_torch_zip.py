@@ -8,9 +8,9 @@ import pytest
 import torch
 from support.torch_files import saved, zip_of
 
+from dtckpt.checkpoint.foreign.pickled_tree import read_tree
+from dtckpt.checkpoint.foreign.torch_zip import read_zip
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError
-from dtckpt.format.pickled_tree import read_tree
-from dtckpt.format.torch_zip import read_zip
 
 
 def elements(data, view, start):

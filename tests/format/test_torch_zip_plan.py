@@ -10,10 +10,10 @@ import pytest
 import torch
 from support.torch_files import zip_of
 
+from dtckpt.checkpoint.foreign.pickled_tree import read_tree
+from dtckpt.checkpoint.foreign.torch_zip import read_zip
+from dtckpt.checkpoint.foreign.torch_zip_plan import ALIGNMENT, Checksum, Elements, plan_zip, segment_nbytes
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.pickled_tree import read_tree
-from dtckpt.format.torch_zip import read_zip
-from dtckpt.format.torch_zip_plan import ALIGNMENT, Checksum, Elements, plan_zip, segment_nbytes
 from dtckpt.layout.region import Region
 
 

@@ -31,12 +31,12 @@ from dtckpt.checkpoint.inspecting.read_batches import DEFAULT_MAX_MEMORY, BatchB
 from dtckpt.checkpoint.inspecting.selection import Selection
 from dtckpt.checkpoint.inspecting.tensor_comparison import Reads, TensorComparison, compare_tensors
 from dtckpt.checkpoint.inspecting.tree_leaves import VALUE, Leaf, tree_leaves
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.rename_rules import Rename, renamed, validate_rename
 from dtckpt.errors import TensorNotFoundError, capped
-from dtckpt.format.natural_order import natural_key
+from dtckpt.format.names import natural_key
 
 NUMBERED = "torch"
 """The format in which optimizers number their parameters; see `dtckpt.checkpoint.converting.targets`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.format.numbers import SLICE_NUMEL, bits_of, common_dtype, numbers_of
+from dtckpt.format.dtypes import SLICE_NUMEL, bits_of, common_dtype, numbers_of
 from dtckpt.layout.region import Region
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

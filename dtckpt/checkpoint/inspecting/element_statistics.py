@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.format.numbers import SLICE_NUMEL, numbers_of
+from dtckpt.format.dtypes import SLICE_NUMEL, numbers_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtckpt.checkpoint.inspecting.selection import Selection
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import ConfigError

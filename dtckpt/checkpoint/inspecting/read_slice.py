@@ -12,7 +12,7 @@ from dtckpt.checkpoint.inspecting.element_statistics import Statistics
 from dtckpt.checkpoint.inspecting.read_batches import DEFAULT_MAX_MEMORY, BatchBudget, cut_pieces, read_ahead
 from dtckpt.checkpoint.inspecting.selection import Selection
 from dtckpt.checkpoint.inspecting.tensor_comparison import SMALL_CHUNK_NBYTES
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.format.dtypes import DTYPES
 

@@ -1,7 +1,7 @@
 """`CheckpointFiles`: the seam between an open checkpoint and the format of its files.
 
 `dtckpt.checkpoint.reading.manifest_files` implements it for this library's format, and
-`dtckpt.checkpoint.reading.piece_files` for those of other libraries. Restores, resharding, inspection, verification and
+`dtckpt.checkpoint.foreign.piece_files` for those of other libraries. Restores, resharding, inspection, verification and
 conversion know the seam only.
 """
 
@@ -26,7 +26,7 @@ class CheckpointFiles(Protocol):
 
     @property
     def kind(self) -> str:
-        """The format: ``dtckpt``, or the kind of a `dtckpt.format.stored_pieces.ForeignIndex`."""
+        """The format: ``dtckpt``, or the kind of a `dtckpt.checkpoint.reading.pieces.PieceIndex`."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class CheckpointFiles(Protocol):
         max_in_flight: int | None,
         count: Callable[[int], object],
     ) -> int:
-        """As `dtckpt.checkpoint.reading.checkpoint.Checkpoint.read_all`; every name is one of ``tensors``."""
+        """As `dtckpt.checkpoint.open.Checkpoint.read_all`; every name is one of ``tensors``."""
         ...
 
     def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:

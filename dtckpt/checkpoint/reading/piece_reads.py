@@ -1,4 +1,4 @@
-"""Plan reads of another library's checkpoint: the ranges of bytes that hold a region, and the elements in each; pure.
+"""Plan reads of tensors that are made of pieces: the ranges of bytes that hold a region, and the elements in each; pure.
 
 A box of a piece lies in its file as runs at regular distances. Runs that are close are read together, with the gaps
 between them; long ones are cut::
@@ -14,8 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from dtckpt.checkpoint.reading.pieces import Piece, PieceTensor, c_strides
+from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo
 from dtckpt.errors import RegionError, RegionNotFoundError
-from dtckpt.format.stored_pieces import ForeignTensor, Piece, c_strides
+from dtckpt.format.codecs import NO_CODEC
 from dtckpt.layout.region import Region
 
 
@@ -50,7 +52,7 @@ class Span:
 
 
 def plan_spans(
-    tensor: ForeignTensor,
+    tensor: PieceTensor,
     regions: Sequence[Region],
     *,
     max_gap: int,
@@ -85,7 +87,7 @@ def plan_spans(
     )
 
 
-def _overlaps(tensor: ForeignTensor, region: Region) -> Iterator[tuple[Piece, Region]]:
+def _overlaps(tensor: PieceTensor, region: Region) -> Iterator[tuple[Piece, Region]]:
     for piece in tensor.pieces_in(region):
         if (box := piece.region.intersect(region)) is not None:
             yield piece, box
@@ -186,3 +188,89 @@ class _Cut:
             for index in range(self._sizes[dim]):
                 for offsets, sizes in self.boxes(joined, max_nbytes, dim + 1):
                     yield (index, *offsets), (1, *sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class PieceChunks:
+    """The pieces of one tensor; see `dtckpt.checkpoint.reading.tensor_info.StoredChunks`.
+
+    Args:
+        tensor: The tensor.
+        max_gap: As for `plan_spans`.
+        max_nbytes: As for `plan_spans`.
+    """
+
+    tensor: PieceTensor
+    max_gap: int
+    max_nbytes: int
+
+    @property
+    def chunks(self) -> list[ChunkInfo]:
+        """As `TensorInfo.chunks`."""
+        return [
+            ChunkInfo(piece.region, f"{piece.file}@{piece.offset}", digest=None, client=None)
+            for piece in self.tensor.pieces
+        ]
+
+    @property
+    def codec(self) -> str:
+        """As `TensorInfo.codec`."""
+        return NO_CODEC
+
+    @property
+    def num_chunks(self) -> int:
+        """As `TensorInfo.num_chunks`."""
+        return len(self.tensor.pieces)
+
+    @property
+    def is_whole(self) -> bool:
+        """As `TensorInfo.is_whole`."""
+        return self.tensor.is_whole
+
+    @property
+    def max_chunk_nbytes(self) -> int:
+        """As `TensorInfo.max_chunk_nbytes`: a piece is read a span at a time."""
+        return min(self.tensor.nbytes, self.max_nbytes)
+
+    @property
+    def _largest(self) -> Piece | None:
+        return max(self.tensor.pieces, key=lambda piece: piece.region.numel, default=None)
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        """As `TensorInfo.chunk_shape`."""
+        return (
+            tuple(max(1, size) for size in self.tensor.shape) if self._largest is None else self._largest.region.shape
+        )
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """As `TensorInfo.block_shape`: any range of bytes can be read."""
+        return (1,) * len(self.tensor.shape)
+
+    @property
+    def row_dim(self) -> int:
+        """As `TensorInfo.row_dim`: the dim with the largest stride."""
+        if self._largest is None:
+            return 0
+        shape, strides = self._largest.region.shape, self._largest.element_strides
+        return max(range(len(shape)), key=lambda dim: (shape[dim] > 1, strides[dim], -dim), default=0)
+
+    def read_nbytes(self, region: Region) -> int:
+        """As `TensorInfo.read_nbytes`."""
+        spans = plan_spans(self.tensor, [region], max_gap=self.max_gap, max_nbytes=self.max_nbytes)
+        return sum(span.nbytes for span in spans)
+
+
+def info_of(tensor: PieceTensor, stored: PieceChunks) -> TensorInfo:
+    """Return the facts about a tensor that is made of pieces."""
+    return TensorInfo(
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype_name=tensor.dtype,
+        stored_dtype_name=tensor.dtype,
+        layout=tensor.layout,
+        nbytes=tensor.nbytes,
+        content_digest=tensor.content,
+        _stored=stored,
+    )

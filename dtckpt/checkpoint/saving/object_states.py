@@ -18,7 +18,7 @@ from dtckpt.checkpoint.per_client import ClientNumber, PerClient
 from dtckpt.checkpoint.rng_state import RngState
 from dtckpt.checkpoint.saving.replica_rules import Roles
 from dtckpt.checkpoint.shards import shard_marks, sharded_state
-from dtckpt.format.client_values import ClientValues
+from dtckpt.format.containers import ClientValues
 from dtckpt.format.tree import Late
 
 

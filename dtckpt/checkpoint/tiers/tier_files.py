@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
-from dtckpt.checkpoint.reading.piece_files import PieceChunks, info_of
+from dtckpt.checkpoint.reading.piece_reads import PieceChunks, info_of
+from dtckpt.checkpoint.reading.pieces import Piece, PieceIndex, PieceTensor
 from dtckpt.checkpoint.reading.read_chunks import convert, cut, validate_convertible
 from dtckpt.checkpoint.reading.read_regions import spare_threads
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
@@ -36,7 +37,6 @@ from dtckpt.format import tree as trees
 from dtckpt.format import tree_union
 from dtckpt.format.digest import as_bytes, bytes_digest
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor, Piece
 from dtckpt.layout.region import Region
 
 logger = logging.getLogger("dtckpt.tiers")
@@ -164,10 +164,10 @@ class TierFiles:
         self._numbers: dict[tuple[str, Region], tuple[int, int]] = {}
         self._near: dict[tuple[str, Region], tuple[int, int]] = {}
         self.structure = _united_tree(indexes)
-        self.index = ForeignIndex(KIND, self._tensors(), self.structure)
+        self.index = PieceIndex(KIND, self._tensors(), self.structure)
         self.tensors = TensorInfos(self.index.tensors, self._describe)
 
-    def _tensors(self) -> dict[str, ForeignTensor]:
+    def _tensors(self) -> dict[str, PieceTensor]:
         pieces: dict[str, list[Piece]] = defaultdict(list)
         facts: dict[str, tuple[tuple[int, ...], str, Any]] = {}
         for client, index in sorted(self.indexes.items()):
@@ -184,7 +184,7 @@ class TierFiles:
             for number, piece in enumerate(index.copies, len(index.pieces)):
                 self._near[index.tensors[piece.tensor].name, piece.region] = client, number
         return {
-            name: ForeignTensor(name, shape, dtype, tuple(pieces[name]), layout)
+            name: PieceTensor(name, shape, dtype, tuple(pieces[name]), layout)
             for name, (shape, dtype, layout) in facts.items()
         }
 

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from dtckpt.checkpoint.foreign.dcp_metadata import OWN_MARKER
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
@@ -46,8 +47,8 @@ from dtckpt.errors import (
     SaveDisagreementError,
 )
 from dtckpt.format import tree as trees
-from dtckpt.format.dcp_metadata import METADATA_NAME, OWN_MARKER
 from dtckpt.format.manifest import Manifest
+from dtckpt.format.names import DCP_METADATA_NAME
 from dtckpt.interop.dcp import announcement
 from dtckpt.interop.dcp.announcement import Announcement
 from dtckpt.interop.dcp.client_parts import ClientPart, parts_of, plan_of_parts
@@ -325,7 +326,7 @@ class DtckptStorageWriter(StorageWriter):
                 plan, attempt.folder, announced, manifest, is_durable=is_durable, document_writers=(assembler,)
             )
             remove_working_files(attempt.folder, sorted(announced), has_moves=plan.has_moves)
-            attempt.commit(overwrite=options.overwrite, is_durable=is_durable, markers={METADATA_NAME: OWN_MARKER})
+            attempt.commit(overwrite=options.overwrite, is_durable=is_durable, markers={DCP_METADATA_NAME: OWN_MARKER})
         metadata.storage_meta, metadata.version = self.storage_meta(), CURRENT_DCP_VERSION
         ShortMetadata.shorten(metadata)
         self._thread.operation = None

@@ -19,7 +19,7 @@ from dtckpt.checkpoint.inspecting import read_batches
 from dtckpt.checkpoint.inspecting.compare import plan_comparison
 from dtckpt.checkpoint.inspecting.difference import DifferenceKind, PlainValue, StoredDtype, TensorFacts
 from dtckpt.checkpoint.inspecting.tensor_comparison import Reads
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError, ConfigError, TensorNotFoundError
 from dtckpt.format.manifest import MANIFEST_NAME, Manifest
 

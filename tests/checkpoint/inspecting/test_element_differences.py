@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from dtckpt import Region
 from dtckpt.checkpoint.inspecting import element_differences
 from dtckpt.checkpoint.inspecting.element_differences import ElementDifferences
-from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.numbers import PACKED, numbers_of
+from dtckpt.format.dtypes import DTYPES, PACKED, numbers_of
 
 COMPARED = sorted(set(DTYPES) - {PACKED})
 dtypes = st.sampled_from(COMPARED)

@@ -6,8 +6,7 @@ from hypothesis.extra import numpy as arrays
 
 from dtckpt.checkpoint.inspecting import element_statistics
 from dtckpt.checkpoint.inspecting.element_statistics import Statistics
-from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.numbers import numbers_of
+from dtckpt.format.dtypes import DTYPES, numbers_of
 
 floats = st.floats(width=32) | st.sampled_from([0.0, -0.0, np.nan, np.inf, -np.inf])
 

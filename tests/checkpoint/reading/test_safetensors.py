@@ -12,7 +12,7 @@ from support.states import differences
 
 import dtckpt
 from dtckpt import Layout, Region, RestoreOptions, errors
-from dtckpt.checkpoint.reading import piece_files
+from dtckpt.checkpoint.foreign import piece_files
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.int64, torch.complex64)
 

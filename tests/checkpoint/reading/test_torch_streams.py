@@ -14,11 +14,11 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtckpt
-from dtckpt.checkpoint.reading import dcp_files, dcp_values, torch_files, torch_streams
-from dtckpt.checkpoint.reading.torch_streams import PieceLocator
+from dtckpt.checkpoint.foreign import dcp_files, dcp_values, torch_files
+from dtckpt.checkpoint.foreign.torch_files import PieceLocator
+from dtckpt.checkpoint.reading.pieces import Piece
 from dtckpt.errors import CheckpointCorruptError, TreeError, UnexpectedTensorError
 from dtckpt.format import tree as trees
-from dtckpt.format.stored_pieces import Piece
 from dtckpt.layout.region import Region
 from dtckpt.storage.local_folder import LocalFolder
 
@@ -113,7 +113,7 @@ def test_a_distributed_checkpoint_that_was_not_flattened(tmp_path):
 @pytest.mark.parametrize("whole_nbytes", [0, 16 << 10])
 @pytest.mark.parametrize("protocol", [2, 5])
 def test_a_file_of_torch_save(tmp_path, monkeypatch, state, whole_nbytes, protocol):
-    monkeypatch.setattr(torch_streams, "WHOLE_NBYTES", whole_nbytes)
+    monkeypatch.setattr(torch_files, "WHOLE_NBYTES", whole_nbytes)
     torch.save(state, tmp_path / "it.pt", pickle_protocol=protocol)
     folder = LocalFolder(tmp_path)
     assert torch_files.is_file("it.pt", folder.read("it.pt", 0, 64))

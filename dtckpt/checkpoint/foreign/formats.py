@@ -1,6 +1,6 @@
 """The formats of other libraries that are read directly: how each is recognized, and how its index is read.
 
-To add a format: a pure parser in `dtckpt.format` that returns a `ForeignIndex`, and an entry in `FORMATS`. All else
+To add a format: a pure parser in this folder that returns a `PieceIndex`, and an entry in `FORMATS`. All else
 (restores onto any mesh, reads of regions, resharding, conversion) follows from the index.
 """
 
@@ -11,13 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtckpt.checkpoint.reading import dcp_files, safetensors_files, torch_files
-from dtckpt.checkpoint.reading.piece_files import PieceFiles
+from dtckpt.checkpoint.foreign import dcp_files, safetensors_files, torch_files
+from dtckpt.checkpoint.foreign.piece_files import PieceFiles
+from dtckpt.checkpoint.foreign.safetensors_index import validate_alone
+from dtckpt.checkpoint.reading.pieces import PieceIndex
 from dtckpt.errors import CheckpointError, CheckpointNotFoundError, capped
-from dtckpt.format.dcp_metadata import METADATA_NAME
-from dtckpt.format.model_parts import validate_alone
-from dtckpt.format.names import is_own_segment
-from dtckpt.format.stored_pieces import ForeignIndex
+from dtckpt.format.names import DCP_METADATA_NAME, is_own_segment
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder, open_folder
 from dtckpt.storage.local_folder import LocalFolder
@@ -32,7 +31,7 @@ class ForeignFormat:
     """A format of another library.
 
     Args:
-        kind: Its name, as in `ForeignIndex.kind`.
+        kind: Its name, as in `PieceIndex.kind`.
         title: Its name in messages, with an article.
         suffixes: Ends of the names of its files, where a checkpoint can be one file.
         markers: Names of which a checkpoint that is a directory usually has one. Where directories cannot be listed,
@@ -50,7 +49,7 @@ class ForeignFormat:
     markers: tuple[str, ...]
     is_file: Callable[[str, bytes], bool]
     is_folder: Callable[[Collection[str]], bool]
-    read_index: Callable[[Folder, Collection[str]], ForeignIndex]
+    read_index: Callable[[Folder, Collection[str]], PieceIndex]
     validate_file: Callable[[str], None] = lambda _: None
 
 
@@ -124,7 +123,7 @@ class _Found:
 
 def _found(where: Location) -> _Found | None:
     if isinstance(where, Path):
-        if where.name == METADATA_NAME and where.is_file():
+        if where.name == DCP_METADATA_NAME and where.is_file():
             where = where.parent  # its metadata stand for a whole directory
         if where.is_file():
             return _as_file(LocalFolder(where.parent), where.name)

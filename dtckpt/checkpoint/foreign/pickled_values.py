@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from dtckpt.checkpoint.foreign.pickle_syntax import Call, Global, Pairs, Persistent
+from dtckpt.checkpoint.foreign.read_budget import NODE_NBYTES, STEP_NBYTES, ReadBudget
 from dtckpt.errors import CheckpointVersionError, TreeError
 from dtckpt.format.hash_work import validate_hashes
-from dtckpt.format.pickle_syntax import Call, Global, Pairs, Persistent
 from dtckpt.format.plain_values import NUMPY_TYPES, decode_value
-from dtckpt.format.read_budget import NODE_NBYTES, STEP_NBYTES, ReadBudget
 
 MAX_DEPTH = 16
 """Deepest nesting of a plain value, as of tuples in a set."""
@@ -34,7 +34,7 @@ def plain_value(value: Any, where: str, budget: ReadBudget, depth: int = 0) -> A
     """Return the plain value that a pickle's value stands for, or a list or tuple of such.
 
     Args:
-        value: The value, as `dtckpt.format.pickle_syntax.parse_pickle` returns it.
+        value: The value, as `dtckpt.checkpoint.foreign.pickle_syntax.parse_pickle` returns it.
         where: Its path, for messages.
         budget: Bounds the bytes of the objects made.
         depth: The level of the value.

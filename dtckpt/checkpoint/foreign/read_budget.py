@@ -6,8 +6,9 @@ it is made, against the bytes that were read::
 
     bytes made  <=  FLOOR_NBYTES + MULTIPLE * bytes read
 
-Two more bounds need no counting. `is_expanded_too_far` compares the elements of tensors with the bytes that they are
-made of, and `dtckpt.format.hash_work` bounds the time that dicts and sets of untrusted keys take.
+Two more bounds need no counting. `dtckpt.checkpoint.reading.pieces.is_expanded_too_far` compares the elements of
+tensors with the bytes that they are made of, and `dtckpt.format.hash_work` bounds the time that dicts and sets of
+untrusted keys take.
 """
 
 from __future__ import annotations
@@ -26,11 +27,6 @@ STEP_NBYTES = 32
 """Bytes that are counted for a value without memory, as None: to look at it takes time."""
 TENSOR_NBYTES = 1024
 """Bytes of the description of a tensor, or of a piece of a tensor, about."""
-
-UNEXPANDED_NBYTES = 256 << 20
-"""Bytes of tensors that a file of any size may hold: expanded tensors of this size are common."""
-MAX_EXPANSION = 64
-"""How many tensors may be made of the same bytes, on average, as tied and expanded tensors are."""
 
 
 class ReadBudget:
@@ -76,8 +72,3 @@ class ReadBudget:
                 f"bytes, expected at most that for the {self._nbytes} bytes that were read; does it contain itself? "
                 "restore another checkpoint"
             )
-
-
-def is_expanded_too_far(nbytes: int, stored_nbytes: int) -> bool:
-    """Whether so many bytes of tensors are more than may be made of ``stored_nbytes`` bytes of files."""
-    return nbytes > max(UNEXPANDED_NBYTES, MAX_EXPANSION * stored_nbytes)

@@ -6,11 +6,12 @@ lists and tuples as they are, and stand-ins for the rest::
 
     c torch.Size  K2 K3 \\x86  R      ->   Call(Global("torch.Size"), ((2, 3),))
 
-What a name means is for the reader of the stand-ins to say, by a closed table (`dtckpt.format.pickled_values`).
+The reader of the stand-ins says what a name means, by a closed table
+(`dtckpt.checkpoint.foreign.pickled_values`).
 
 Objects that the program refers to twice are one object here, too. So the result may contain itself, and a walk along
 all of its paths may never end: a caller that walks it counts levels and steps. An opcode of one byte can make an object
-of a hundred, so a budget bounds the bytes of the objects (`dtckpt.format.read_budget`).
+of a hundred, so a budget bounds the bytes of the objects (`dtckpt.checkpoint.foreign.read_budget`).
 
 The parser reads the opcodes of protocols 2 to 5, as Python writes them (documented in Python's `pickletools`). It
 refuses the opcodes of Python's extension registry, of buffers outside the pickle, and of protocols 0 and 1 alone.
@@ -23,8 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from dtckpt.checkpoint.foreign.read_budget import ReadBudget
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.format.read_budget import ReadBudget
 
 MAX_PICKLE_NBYTES = 512 << 20
 """Longest pickle that is read; the metadata of a million chunks has a tenth of that."""

@@ -7,16 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from dtckpt.checkpoint.reading.torch_streams import open_stream
+from dtckpt.checkpoint.foreign.dcp_metadata import DcpMetadata, DcpTensor, Path, StoredItem
+from dtckpt.checkpoint.foreign.pickled_tree import read_tree
+from dtckpt.checkpoint.foreign.read_budget import ReadBudget
+from dtckpt.checkpoint.foreign.torch_files import open_stream
+from dtckpt.checkpoint.foreign.torch_zip import Read
+from dtckpt.checkpoint.reading.pieces import Piece, PieceTensor
 from dtckpt.errors import CheckpointCorruptError, DtckptError
 from dtckpt.format import tree as trees
-from dtckpt.format.dcp_metadata import METADATA_NAME, DcpMetadata, DcpTensor, StoredItem
-from dtckpt.format.dcp_tree import Path
-from dtckpt.format.names import name_of_key
-from dtckpt.format.pickled_tree import read_tree
-from dtckpt.format.read_budget import ReadBudget
-from dtckpt.format.stored_pieces import ForeignTensor, Piece
-from dtckpt.format.torch_zip import Read
+from dtckpt.format.names import DCP_METADATA_NAME, name_of_key
 from dtckpt.storage.folder import Folder
 
 RUN_NBYTES = 1 << 20
@@ -35,7 +34,7 @@ class Value:
     """
 
     node: trees.Node
-    tensors: Mapping[str, ForeignTensor]
+    tensors: Mapping[str, PieceTensor]
     refused: Mapping[str, DtckptError] = field(default_factory=dict)
 
 
@@ -44,10 +43,10 @@ def segments_of(path: Path) -> tuple[str, ...]:
     return tuple(name_of_key(str(key)) for key in path)
 
 
-def tensor_of(name: str, tensor: DcpTensor) -> ForeignTensor:
+def tensor_of(name: str, tensor: DcpTensor) -> PieceTensor:
     """Return a tensor under a name."""
     pieces = tuple(Piece(region, item.file, item.offset, stream_nbytes=item.nbytes) for region, item in tensor.chunks)
-    return ForeignTensor(name, tensor.shape, tensor.dtype, pieces)
+    return PieceTensor(name, tensor.shape, tensor.dtype, pieces)
 
 
 def read_values(folder: Folder, metadata: DcpMetadata) -> dict[str, Value | DtckptError]:
@@ -59,11 +58,11 @@ def read_values(folder: Folder, metadata: DcpMetadata) -> dict[str, Value | Dtck
     for (name, item), (other, after) in pairwise(_in_files(metadata.values)):
         if item.file == after.file and after.offset < item.stop:
             raise CheckpointCorruptError(
-                f"{folder}/{METADATA_NAME} contradicts itself: {name[:200]!r} and {other[:200]!r} share bytes of "
+                f"{folder}/{DCP_METADATA_NAME} contradicts itself: {name[:200]!r} and {other[:200]!r} share bytes of "
                 f"{item.file}; restore another checkpoint"
             )
     # One for all: of a million values, each could ask for the least that a file may.
-    budget = ReadBudget(f"{folder}/{METADATA_NAME}")
+    budget = ReadBudget(f"{folder}/{DCP_METADATA_NAME}")
 
     def read(run: Sequence[tuple[str, StoredItem]]) -> list[tuple[str, Value | DtckptError]]:
         file, start, stop = run[0][1].file, run[0][1].offset, run[-1][1].stop

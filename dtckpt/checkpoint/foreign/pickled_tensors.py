@@ -1,4 +1,4 @@
-"""Tensors in pickles of PyTorch: what each is a view of, read without PyTorch (`dtckpt.format.pickle_syntax`).
+"""Tensors in pickles of PyTorch: what each is a view of, read without PyTorch.
 
 A pickle of ``torch.save`` holds no elements. A tensor in it is a call of one of PyTorch's ``_rebuild`` functions, with
 a storage, an offset and strides, in elements. A storage is a record of the file, which several tensors may share.
@@ -11,11 +11,11 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+from dtckpt.checkpoint.foreign.pickle_syntax import Call, Global, Pairs, Persistent
+from dtckpt.checkpoint.reading.pieces import is_expanded_too_far
 from dtckpt.errors import CheckpointCorruptError, TreeError
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import MAX_RANK
-from dtckpt.format.pickle_syntax import Call, Global, Pairs, Persistent
-from dtckpt.format.read_budget import is_expanded_too_far
 
 STORAGES = {
     "float64": "DoubleStorage",

@@ -1,8 +1,8 @@
-"""Checkpoints of other libraries as values: every tensor is made of pieces, and a piece is a range of bytes in a file.
+"""Checkpoints as values: every tensor is made of pieces, and a piece is a range of bytes in a file; pure.
 
 A safetensors file, a ``.distcp`` file of PyTorch and the zip of ``torch.save`` all hold raw elements at known places.
-So one value, `ForeignIndex`, describes each of them. Its parsers are pure (`dtckpt.format.safetensors_index` and its
-neighbours), and one reader reads all (`dtckpt.checkpoint.reading.piece_files`)::
+So do the parts of a save in the local tier. One value, `PieceIndex`, describes each of them. The parsers of
+`dtckpt.checkpoint.foreign` return it, and its `PieceFiles` reads it; `dtckpt.checkpoint.tiers` builds its own::
 
     tensor "w", shape (4, 6)         pieces
     +-------+-----------+            rows 0:4, columns 0:2 in __0_0.distcp, from byte 512
@@ -10,14 +10,16 @@ neighbours), and one reader reads all (`dtckpt.checkpoint.reading.piece_files`):
     +-------+-----------+
 
 An index comes from an untrusted file. What it claims is checked here, when the values are built; that the files are as
-long as it claims is checked before memory is taken.
+long as it claims is checked before memory is taken. Sharded tensors have up to tens of thousands of pieces, so a
+`RegionIndex` finds those that share elements with a region, or with each other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
@@ -27,13 +29,15 @@ from dtckpt.errors import CheckpointCorruptError, DtckptError
 from dtckpt.format import tree as trees
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import MAX_NUMEL, MAX_RANK
-from dtckpt.format.read_budget import is_expanded_too_far
-from dtckpt.format.region_index import RegionIndex
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 
 MAX_PIECES = 1 << 16
 """Bound on the pieces of one tensor: as many as there are processes in the largest jobs."""
+UNEXPANDED_NBYTES = 256 << 20
+"""Bytes of tensors that a file of any size may hold: expanded tensors of this size are common."""
+MAX_EXPANSION = 64
+"""How many tensors may be made of the same bytes, on average, as tied and expanded tensors are."""
 _MAX_NBYTES = 1 << 62
 
 
@@ -63,7 +67,7 @@ class Piece:
         strides: Elements from one element to the next, per dim; None: C order, without gaps.
         stream_nbytes: Bytes of a stream of ``torch.save`` that begins at ``offset`` and holds the box. Where in it the
             elements are, and with which strides, is found out when they are read
-            (`dtckpt.checkpoint.reading.torch_streams`): an index of a million streams is then one small file. None:
+            (`dtckpt.checkpoint.foreign.torch_files`): an index of a million streams is then one small file. None:
             the elements themselves begin at ``offset``.
         checked: The bytes with a checksum that the piece lies in, if there are any.
     """
@@ -89,8 +93,8 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignTensor:
-    """One tensor of another library's checkpoint. Elements that no piece has were not saved.
+class PieceTensor:
+    """One tensor that is made of pieces. Elements that no piece has were not saved.
 
     Args:
         name: The tensor's name.
@@ -183,11 +187,11 @@ class ForeignTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignIndex:
-    """The description of another library's checkpoint.
+class PieceIndex:
+    """The description of a checkpoint whose tensors are made of pieces.
 
     Args:
-        kind: The format: a key of `dtckpt.checkpoint.reading.foreign_formats.FORMATS`.
+        kind: The format: a key of `dtckpt.checkpoint.foreign.formats.FORMATS`, or the local tier's.
         tensors: By name.
         structure: The state tree of its tensors and plain values, as a node of `dtckpt.format.tree`.
         refused: By path, why something in the checkpoint cannot be read, such as a value of a class that only code
@@ -201,7 +205,7 @@ class ForeignIndex:
     """
 
     kind: str
-    tensors: Mapping[str, ForeignTensor]
+    tensors: Mapping[str, PieceTensor]
     structure: trees.Node
     refused: Mapping[str, DtckptError] = field(default_factory=dict)
     files: tuple[str, ...] = ()
@@ -240,3 +244,102 @@ def is_file_name(name: str) -> bool:
     """Whether a name can be that of a file in or below the checkpoint's folder, and of no file elsewhere."""
     is_text = name.isprintable() and "\\" not in name and ":" not in name
     return is_text and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+Positions = np.ndarray[Any, np.dtype[np.int64]]
+
+FEW = 8
+"""Regions up to which to compare each with each is fastest."""
+MAX_SORTED = 64
+"""How often `RegionIndex.clash` may sort a region, on average, before it compares the rest in pairs."""
+_COMPARED = 1 << 20
+"""Pairs of regions that are compared in one call."""
+
+
+class RegionIndex:
+    """An index of regions, none of which is empty.
+
+    Args:
+        regions: The regions, of one rank, with numbers of 63 bits.
+    """
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = tuple(regions)
+        self._is_few = len(regions) <= FEW
+        if self._is_few:
+            return
+        shape = len(regions), regions[0].ndim
+        self._starts = np.array([region.offset for region in regions], np.int64).reshape(shape)
+        self._stops = np.array([region.stop for region in regions], np.int64).reshape(shape)
+        everything = np.arange(shape[0])
+        # By the dim in which the regions begin at the most places, so that a search is left with the fewest.
+        self._dim = max(range(shape[1]), key=lambda dim: len(np.unique(self._starts[:, dim])), default=None)
+        self._order = everything if self._dim is None else np.argsort(self._starts[:, self._dim], kind="stable")
+        if self._dim is not None:
+            self._sorted_starts = self._starts[self._order, self._dim]
+            self._reach = np.maximum.accumulate(self._stops[self._order, self._dim])
+
+    def meeting(self, region: Region) -> list[int]:
+        """Return the positions of the regions that share an element with a region, ascending."""
+        if self._is_few:
+            return [position for position, each in enumerate(self._regions) if each.intersect(region) is not None]
+        if region.is_empty:
+            return []
+        if self._dim is None:
+            return list(range(len(self._regions)))
+        start, stop = region.offset[self._dim], region.stop[self._dim]
+        first = np.searchsorted(self._reach, start, "right")
+        near = self._order[first : np.searchsorted(self._sorted_starts, stop, "left")]
+        meets = (self._starts[near] < np.array(region.stop)) & (self._stops[near] > np.array(region.offset))
+        return sorted(near[meets.all(axis=1)].tolist())
+
+    def clash(self) -> tuple[int, int] | None:
+        """Return the positions of two regions that share an element; None if no two do.
+
+        Regions that a plane separates need not be compared::
+
+            |  a  | b | c |         the planes in one dim part a from {b, d} from {c, e},
+            |     | d | e |         and those in the other dim part b from d, c from e
+        """
+        if self._is_few:
+            pairs = combinations(range(len(self._regions)), 2)
+            return next(
+                (pair for pair in pairs if self._regions[pair[0]].intersect(self._regions[pair[1]]) is not None), None
+            )
+        budget, groups = MAX_SORTED * len(self._order), [self._order]
+        while groups:
+            group = groups.pop()
+            budget -= len(group) * self._starts.shape[1]
+            parts = max((self._parts(group, dim) for dim in range(self._starts.shape[1])), key=len, default=[group])
+            if len(parts) > 1 and budget > 0:
+                groups += [part for part in parts if len(part) > 1]
+            elif (found := self._compare(group)) is not None:
+                return found
+        return None
+
+    def _parts(self, group: Positions, dim: int) -> list[Positions]:
+        """Cut a group at all places of a dim that no region of it crosses."""
+        group = group[np.argsort(self._starts[group, dim], kind="stable")]
+        reach = np.maximum.accumulate(self._stops[group, dim])
+        return np.split(group, np.flatnonzero(self._starts[group[1:], dim] >= reach[:-1]) + 1)
+
+    def _compare(self, group: Positions) -> tuple[int, int] | None:
+        for rows in _blocks(len(group)):
+            one, meet = group[rows], np.ones((rows.stop - rows.start, len(group)), np.bool_)
+            for starts, stops in zip(self._starts.T, self._stops.T, strict=True):
+                meet &= (starts[one, None] < stops[group]) & (starts[group] < stops[one, None])
+            meet[np.arange(len(one)), np.arange(rows.start, rows.stop)] = False  # itself
+            if meet.any():
+                first, second = np.argwhere(meet)[0].tolist()
+                return int(one[first]), int(group[second])
+        return None
+
+
+def _blocks(count: int) -> Iterator[slice]:
+    step = max(1, _COMPARED // count)
+    return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def is_expanded_too_far(nbytes: int, stored_nbytes: int) -> bool:
+    """Whether so many bytes of tensors are more than may be made of ``stored_nbytes`` bytes of files."""
+    return nbytes > max(UNEXPANDED_NBYTES, MAX_EXPANSION * stored_nbytes)

@@ -9,22 +9,30 @@ A model in several files has an index beside them, ``model.safetensors.index.jso
 
     {"metadata": {"total_size": 12}, "weight_map": {"w": "model-00001-of-00002.safetensors"}}
 
+The names of files that are parts of a model are numbered, as transformers and the writers of PyTorch do::
+
+    model-00001-of-00002.safetensors               a part: some of the tensors; the index names the file of each
+    pytorch_model-00001-of-00002.bin               the same in a file of torch.save
+    shard-00001-model-00001-of-00001.safetensors   the shards that one client had (`join_shards`)
+
 Source: https://github.com/huggingface/safetensors (README, section "Format"), and the checks of its reader.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import posixpath
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError
+from dtckpt.checkpoint.reading.pieces import Piece, PieceTensor, is_file_name
+from dtckpt.errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointVersionError, DtckptError, capped
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import MAX_RANK
-from dtckpt.format.stored_pieces import ForeignTensor, Piece, is_file_name
 from dtckpt.layout.region import Region
 
 KIND = "safetensors"
@@ -69,7 +77,7 @@ class SafetensorsHeader:
         refused: By name, why a tensor cannot be read.
     """
 
-    tensors: Mapping[str, ForeignTensor]
+    tensors: Mapping[str, PieceTensor]
     metadata: Mapping[str, str] = field(default_factory=dict)
     nbytes: int = 0
     refused: Mapping[str, DtckptError] = field(default_factory=dict)
@@ -153,7 +161,7 @@ def parse_header(header: bytes, file: str, nbytes: int | None = None) -> Safeten
         raise CheckpointCorruptError(
             f"{file} is damaged or was cut short: it has {nbytes} bytes, by its header it should have {start + end}"
         )
-    tensors: dict[str, ForeignTensor] = {}
+    tensors: dict[str, PieceTensor] = {}
     refused: dict[str, DtckptError] = {}
     for name, entry in entries.items():
         try:
@@ -198,7 +206,7 @@ def _are_sizes(numbers: Any) -> bool:
     return isinstance(numbers, list) and all(type(number) is int and 0 <= number < 1 << 62 for number in numbers)
 
 
-def _tensor(name: str, entry: Mapping[str, Any], file: str, start: int, span: tuple[int, int]) -> ForeignTensor:
+def _tensor(name: str, entry: Mapping[str, Any], file: str, start: int, span: tuple[int, int]) -> PieceTensor:
     """Return the tensor of an entry, whose data begin at byte ``start`` of the file."""
     # Before the sizes are multiplied, which takes long for many.
     if not _are_sizes(entry["shape"]) or len(entry["shape"]) > MAX_RANK:
@@ -219,7 +227,7 @@ def _tensor(name: str, entry: Mapping[str, Any], file: str, start: int, span: tu
     numel = math.prod(shape)
     region = Region.full(shape)
     pieces = (Piece(region, file, start + span[0]),) if numel else ()
-    tensor = ForeignTensor(name, tuple(shape), dtype, pieces)
+    tensor = PieceTensor(name, tuple(shape), dtype, pieces)
     if tensor.nbytes != span[1] - span[0]:
         raise CheckpointCorruptError(
             f"{file} is damaged: tensor {name[:200]!r} of shape {tuple(shape)} and dtype {dtype} has "
@@ -268,3 +276,65 @@ def header_bytes(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Ma
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % LENGTH_NBYTES)
     return len(text).to_bytes(LENGTH_NBYTES, "little") + text
+
+
+MAX_PARTS = 1 << 20
+"""Bound on the number of files that a name may tell."""
+SHARD = re.compile(r"shard-(?P<number>[0-9]{1,9})-.*\.safetensors")
+_PART = re.compile(r"(?P<stem>.*)-(?P<number>[0-9]{1,9})-of-(?P<count>[0-9]{1,9})(?P<suffix>\.safetensors|\.bin)")
+
+
+_DESCRIPTIONS = (
+    *("config.json", "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json"),
+    *("added_tokens.json", "preprocessor_config.json", "processor_config.json", "chat_template*", "model_index.json"),
+    *("README*", "LICENSE*", "NOTICE*", "USE_POLICY*", "*.md", ".gitattributes", ".gitignore", ".git", ".cache"),
+)
+
+
+def is_description(file: str) -> bool:
+    """Whether a file beside a published model describes the model or its tokenizer, by its name: it has no state."""
+    return any(fnmatch.fnmatchcase(file, pattern) for pattern in _DESCRIPTIONS)
+
+
+def validate_alone(file: str) -> None:
+    """Refuse a file that is a part of a model by its name.
+
+    Raises:
+        CheckpointIncompleteError: It is.
+    """
+    if (match := SHARD.fullmatch(file)) is not None:
+        raise CheckpointIncompleteError(
+            f"{file} holds the shards of client {int(match['number'])} of a job only; give the directory of all shards"
+        )
+    if (match := _PART.fullmatch(file)) is not None and int(match["count"]) > 1:
+        raise CheckpointIncompleteError(
+            f"{file} is part {int(match['number'])} of {int(match['count'])} of a model; give its directory, or the "
+            f"index {match['stem']}{match['suffix']}.index.json"
+        )
+
+
+def validate_parts(files: Collection[str], where: str) -> None:
+    """Check that no file of a model in several files is missing, as far as the names tell.
+
+    Args:
+        files: The names of the files.
+        where: Their folder, for messages.
+
+    Raises:
+        CheckpointIncompleteError: A file is missing.
+        CheckpointCorruptError: A name claims too many files.
+    """
+    numbers: dict[tuple[str, str, str], set[int]] = {}
+    for file in files:
+        # A client has no file for the parts that it holds no tensor of.
+        if SHARD.fullmatch(file) is None and (match := _PART.fullmatch(file)) is not None:
+            numbers.setdefault((match["stem"], match["count"], match["suffix"]), set()).add(int(match["number"]))
+    for (stem, count, suffix), found in numbers.items():
+        if int(count) > MAX_PARTS:
+            raise CheckpointCorruptError(f"{where} has a file that is one of {count} by its name, expected fewer")
+        if absent := [number for number in range(1, int(count) + 1) if number not in found]:
+            names = (f"{stem}-{str(number).zfill(len(count))}-of-{count}{suffix}" for number in absent)
+            raise CheckpointIncompleteError(
+                f"{where} holds {len(found)} of the {int(count)} files of a model; missing: "
+                f"{capped(names, count=len(absent))}"
+            )

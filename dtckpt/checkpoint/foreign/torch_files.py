@@ -1,4 +1,6 @@
-"""Read what files and streams of ``torch.save`` hold beside elements, and find the elements in them.
+"""Find and read files of ``torch.save``, and streams within files: the tree in the pickle, and where each tensor is.
+
+A model of transformers may lie in several files, which an index names: ``pytorch_model.bin.index.json``.
 
 A stream is a part of a file, as in PyTorch's distributed checkpoints: a small zip around the elements of one tensor.
 Its first and last bytes tell where they are::
@@ -9,7 +11,7 @@ Its first and last bytes tell where they are::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +19,93 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.errors import CheckpointCorruptError
-from dtckpt.format.pickled_tensors import StorageView, tensor_view
-from dtckpt.format.pickled_tree import Leaf
-from dtckpt.format.read_budget import ReadBudget
-from dtckpt.format.stored_pieces import CheckedBytes, ForeignTensor, Piece, c_strides
-from dtckpt.format.torch_zip import CRC_NBYTES, TAIL_NBYTES, Read, Record, TorchZip, read_zip
+from dtckpt.checkpoint.foreign.pickled_tensors import StorageView, tensor_view
+from dtckpt.checkpoint.foreign.pickled_tree import Leaf, read_tree
+from dtckpt.checkpoint.foreign.read_budget import ReadBudget
+from dtckpt.checkpoint.foreign.safetensors_index import MAX_INDEX_NBYTES, parse_weight_map
+from dtckpt.checkpoint.foreign.torch_zip import CRC_NBYTES, TAIL_NBYTES, Read, Record, TorchZip, read_zip
+from dtckpt.checkpoint.reading.pieces import CheckedBytes, Piece, PieceIndex, PieceTensor, c_strides
+from dtckpt.errors import CheckpointCorruptError, DtckptError
+from dtckpt.format import tree as trees
 from dtckpt.layout.region import Region
 from dtckpt.storage.folder import Folder
+
+KIND = "torch"
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+INDEX_SUFFIX = ".bin.index.json"
+MARKERS = (f"pytorch_model{INDEX_SUFFIX}",)
+_MAX_BITS = 60
+
+
+def is_file(name: str, head: bytes) -> bool:
+    """Whether a file is one of ``torch.save``, as its begin tells: a zip, or pickles of the old format; or an index."""
+    is_old = head.startswith(b"\x80\2") and name.endswith(SUFFIXES)
+    return head.startswith(b"PK\3\4") or is_old or name.endswith(INDEX_SUFFIX)
+
+
+def is_folder(names: Collection[str]) -> bool:
+    """Whether a directory is such a checkpoint: if it has an index of several files."""
+    return any(name.endswith(INDEX_SUFFIX) for name in names)
+
+
+def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
+    """Read the tree of a file of ``torch.save``, or of the files that an index names. Blocks: on storage.
+
+    Args:
+        folder: The folder that the file is in.
+        names: The name of the file or of the index; or all names in the folder, if one of them is an index.
+
+    Raises:
+        CheckpointCorruptError: A file is missing, cut short or malformed; or two have a tensor of one name.
+        CheckpointVersionError: A file is in the format of an old version, or no file of ``torch.save``.
+        TreeError: The object in a file is neither a tensor nor a container nor a plain value.
+    """
+    indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
+    if not indexes:
+        (name,) = names
+        return _read_file(folder, name)
+    if len(indexes) > 1:
+        raise CheckpointCorruptError(f"{folder} holds several models: {', '.join(indexes)[:200]}; open one by its path")
+    return _read_parts(folder, indexes[0], names)
+
+
+def _read_file(folder: Folder, name: str) -> PieceIndex:
+    try:
+        stream = open_stream(folder, name, 0, file_nbytes(folder, name))
+    except FileNotFoundError:
+        raise CheckpointCorruptError(f"{folder}/{name} is missing") from None
+    tree = read_tree(stream.zip.value, budget=stream.zip.budget)
+    return PieceIndex(KIND, stream.tensors(tree.leaves), tree.node, tree.refused, files=(name,))
+
+
+def _read_parts(folder: Folder, name: str, names: Collection[str]) -> PieceIndex:
+    index = parse_weight_map(folder.read_whole(name, MAX_INDEX_NBYTES), name)
+    tensors: dict[str, PieceTensor] = {}
+    refused: dict[str, DtckptError] = {}
+    items = []
+    for file in sorted(set(index.weight_map.values())):
+        part = _read_file(folder, file)
+        if (structure := trees.dict_of(part.structure)) is None:
+            raise CheckpointCorruptError(f"{folder}/{file} holds no dict of tensors, which a part of a model is")
+        if twice := part.tensors.keys() & tensors.keys():
+            raise CheckpointCorruptError(f"tensor {min(twice)[:200]!r} is in two files of {folder}, one is {file}")
+        tensors |= part.tensors
+        refused |= part.refused
+        items += structure["dict"]
+    refused |= index.absent(str(folder), {*tensors, *refused})
+    files = (*sorted(set(index.weight_map.values())), name)
+    unread = (*sorted(set(names).difference(files)), *index.unread())
+    return PieceIndex(KIND, tensors, {"dict": items}, refused, files, unread)
+
+
+def file_nbytes(folder: Folder, name: str) -> int:
+    """Return the size of a file. Storage is asked only whether there are so many bytes, as object stores can tell."""
+    nbytes = 0
+    for bit in reversed(range(_MAX_BITS)):
+        if folder.find_short_file({name: nbytes | 1 << bit}) is None:
+            nbytes |= 1 << bit
+    return nbytes
+
 
 HEAD_NBYTES = 1024
 """Bytes from the start of a stream that hold all that is in front of the elements of one tensor."""
@@ -47,7 +128,7 @@ class TorchStream:
     file: str
     offset: int
 
-    def tensors(self, leaves: Mapping[str, Leaf]) -> dict[str, ForeignTensor]:
+    def tensors(self, leaves: Mapping[str, Leaf]) -> dict[str, PieceTensor]:
         """Return the tensors of its tree, by name. Blocks: on storage.
 
         Args:
@@ -65,7 +146,7 @@ class TorchStream:
         return {
             name: _array(name, leaf)
             if isinstance(leaf, np.ndarray)
-            else ForeignTensor(name, leaf.shape, leaf.dtype, self._pieces(leaf, places))
+            else PieceTensor(name, leaf.shape, leaf.dtype, self._pieces(leaf, places))
             for name, leaf in leaves.items()
         }
 
@@ -92,8 +173,8 @@ def _piece(view: StorageView, region: Region, file: str, start: int, crc: int) -
     return Piece(region, file, start + view.start, strides, checked=checked)
 
 
-def _array(name: str, array: np.ndarray[Any, Any]) -> ForeignTensor:
-    return ForeignTensor(name, array.shape, array.dtype.name, (), elements=array)
+def _array(name: str, array: np.ndarray[Any, Any]) -> PieceTensor:
+    return PieceTensor(name, array.shape, array.dtype.name, (), elements=array)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +230,7 @@ def open_stream(
         offset: The first byte of the stream.
         nbytes: Bytes of the stream.
         read_file: Reads the file, if a part of it is in memory already.
-        budget: As for `dtckpt.format.pickle_syntax.parse_pickle`.
+        budget: As for `dtckpt.checkpoint.foreign.pickle_syntax.parse_pickle`.
 
     Raises:
         CheckpointCorruptError: The stream is damaged.
@@ -201,7 +282,7 @@ class PieceLocator:
         # To parse a small stream takes ten times as long as to compare its frame with the latest one.
         self._latest: _Frame | None = None
 
-    def locate(self, tensor: ForeignTensor, piece: Piece) -> Piece:
+    def locate(self, tensor: PieceTensor, piece: Piece) -> Piece:
         """Return a piece of a tensor with the place of its elements. Blocks: on storage.
 
         Raises:

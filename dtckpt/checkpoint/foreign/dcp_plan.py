@@ -12,13 +12,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from dtckpt.checkpoint.foreign.dcp_metadata import Path
+from dtckpt.checkpoint.foreign.torch_zip_plan import (
+    ANY_CLASS,
+    Elements,
+    Segment,
+    build_object,
+    plan_zip,
+    segment_nbytes,
+)
 from dtckpt.errors import TreeError
 from dtckpt.format import tree as trees
-from dtckpt.format.dcp_metadata import METADATA_NAME
-from dtckpt.format.dcp_tree import Path
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.torch_values import ANY_CLASS, build_object
-from dtckpt.format.torch_zip_plan import Elements, Segment, plan_zip, segment_nbytes
+from dtckpt.format.names import DCP_METADATA_NAME
 from dtckpt.layout.region import Region
 
 CHUNK_NBYTES = 16 << 20
@@ -130,7 +136,7 @@ def plan_checkpoint(
             plan.add_tensor(name, node["tensor"], tensors[node["tensor"]])
         else:
             plan.add_value(name, build_object(node, ANY_CLASS, _whole(tensors), array, "/".join(map(str, path))))
-    return {**plan.files, METADATA_NAME: [plan.metadata()]}
+    return {**plan.files, DCP_METADATA_NAME: [plan.metadata()]}
 
 
 def _whole(tensors: Mapping[str, TensorFacts]) -> Callable[[str], Elements]:

@@ -1,11 +1,15 @@
 """Plan files of ``torch.save``: all bytes but the elements of tensors, and where these go; pure.
 
-The plan is the same zip that PyTorch writes (see `dtckpt.format.torch_zip`), in the order of the file::
+The plan is the same zip that PyTorch writes (see `dtckpt.checkpoint.foreign.torch_zip`), in the order of the file::
 
     header, pickle | … | header | elements of tensor 0 | their CRC | header | elements of tensor 1 | … | directory
 
 Sizes are known beforehand, and CRCs are not. So whoever writes the plan takes the CRC of elements as they pass by, and
 puts it where the plan has a `Checksum`.
+
+`build_object` makes the objects that are pickled. ``torch.load`` makes by default only objects of some classes of its
+own and of Python's (``weights_only``). ``torch.distributed.checkpoint`` reads a plain value with all classes there are.
+Neither can make those of which a state tree has the name of the class only, as dataclasses.
 """
 
 from __future__ import annotations
@@ -15,13 +19,16 @@ import pickle
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dtckpt.checkpoint.foreign.pickled_tensors import STORAGES
+from dtckpt.checkpoint.reading.pieces import c_strides
+from dtckpt.errors import TreeError
+from dtckpt.format import tree as trees
+from dtckpt.format.containers import CONTAINERS
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.pickled_tensors import STORAGES
-from dtckpt.format.stored_pieces import c_strides
 from dtckpt.layout.region import Region
 
 PREFIX = "archive"
@@ -220,3 +227,56 @@ def _end(count: int, position: int, nbytes: int) -> bytes:
     locator = _LOCATOR_64.pack(b"PK\6\7", 0, stop, 1)
     few = min(count, 0xFFFF)
     return long + locator + _END.pack(b"PK\5\6", 0, 0, few, few, min(nbytes, _FULL), min(position, _FULL), 0)
+
+
+WEIGHTS_ONLY = frozenset(
+    {
+        *("dict", "list", "tuple", "set", "OrderedDict", "Counter"),
+        *("value", "float", "complex", "bytes", "torch.Size", "torch.dtype", "torch.device"),
+    }
+)
+"""The kinds of nodes, and of containers, that ``torch.load(weights_only=True)`` makes."""
+
+ANY_CLASS = WEIGHTS_ONLY | {
+    *("frozenset", "range", "numpy", "date", "datetime", "timedelta", "BytesIO"),
+    *("PosixPath", "PurePosixPath", "PureWindowsPath"),
+    *("defaultdict", "deque", "SimpleNamespace"),
+}
+"""Those that Python and numpy make."""
+
+
+def build_object(
+    node: trees.Node, kinds: frozenset[str], tensor: Callable[[str], Any], array: Callable[[str], Any], path: str = ""
+) -> Any:
+    """Return the object of a node.
+
+    Args:
+        node: The node.
+        kinds: What may be in it: `WEIGHTS_ONLY` or `ANY_CLASS`.
+        tensor: Returns what stands for a tensor, by name.
+        array: Returns what stands for an array of numpy, by name.
+        path: Where the node is in the tree.
+
+    Raises:
+        TreeError: Something else is in it.
+    """
+    ((kind, content),) = node.items()
+    if kind == "tensor":
+        return tensor(content)
+    if kind == "ndarray":
+        return array(content)
+    if kind == "type":
+        kind = content[0]
+    if kind not in kinds:
+        raise TreeError(
+            f"cannot write the {kind} at {path!r}: PyTorch would not read it; convert without it, or save a plain "
+            "value in its place"
+        )
+    if (opened := trees.items_of(node)) is None:
+        return trees.build(node, tensor)
+    base, items = opened
+    children = {
+        key: build_object(child, kinds, tensor, array, f"{path}/{key}" if path else str(key)) for key, child in items
+    }
+    made = children if base == "dict" else (list if base == "list" else tuple)(children.values())
+    return CONTAINERS[kind].make(content[1], made) if "type" in node else made

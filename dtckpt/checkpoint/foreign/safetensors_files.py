@@ -6,10 +6,8 @@ from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from dtckpt.errors import CheckpointCorruptError, capped
-from dtckpt.format import safetensors_index
-from dtckpt.format.model_parts import validate_parts
-from dtckpt.format.safetensors_index import (
+from dtckpt.checkpoint.foreign import safetensors_index
+from dtckpt.checkpoint.foreign.safetensors_index import (
     LENGTH_NBYTES,
     MAX_HEADER_NBYTES,
     MAX_INDEX_NBYTES,
@@ -17,9 +15,11 @@ from dtckpt.format.safetensors_index import (
     parse_header,
     parse_length,
     parse_weight_map,
+    validate_parts,
 )
-from dtckpt.format.safetensors_notes import index_of
-from dtckpt.format.stored_pieces import ForeignIndex
+from dtckpt.checkpoint.foreign.safetensors_notes import index_of
+from dtckpt.checkpoint.reading.pieces import PieceIndex
+from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.storage.folder import Folder
 
 KIND = safetensors_index.KIND
@@ -50,7 +50,7 @@ def is_folder(names: Collection[str]) -> bool:
     return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
-def read_index(folder: Folder, names: Collection[str]) -> ForeignIndex:
+def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
     """Read the headers of a model's files. Blocks: on storage.
 
     Args:

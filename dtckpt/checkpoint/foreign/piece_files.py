@@ -20,18 +20,17 @@ from typing import Any
 import numpy as np
 from awscrt.checksums import crc32
 
+from dtckpt.checkpoint.foreign.torch_files import PieceLocator
 from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
-from dtckpt.checkpoint.reading.piece_reads import Span, plan_spans
+from dtckpt.checkpoint.reading.piece_reads import PieceChunks, Span, info_of, plan_spans
+from dtckpt.checkpoint.reading.pieces import CheckedBytes, Piece, PieceIndex, PieceTensor
 from dtckpt.checkpoint.reading.read_chunks import Scratch, convert, cut, validate_convertible
 from dtckpt.checkpoint.reading.read_regions import MAX_IN_FLIGHT, REMOTE_IN_FLIGHT_NBYTES, spare_threads
-from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo, TensorInfos
-from dtckpt.checkpoint.reading.torch_streams import PieceLocator
+from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
 from dtckpt.errors import CheckpointConflictError
 from dtckpt.format import tree as trees
-from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.digest import as_bytes, bytes_digest
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.stored_pieces import CheckedBytes, ForeignIndex, ForeignTensor, Piece
 from dtckpt.layout.region import Region
 from dtckpt.storage.byte_ranges import RangeReader
 from dtckpt.storage.chunk_reader import content
@@ -56,92 +55,6 @@ NUM_SAMPLES = 32
 SAMPLE_NBYTES = 256
 
 
-@dataclass(frozen=True, slots=True)
-class PieceChunks:
-    """The pieces of one tensor; see `dtckpt.checkpoint.reading.tensor_info.StoredChunks`.
-
-    Args:
-        tensor: The tensor.
-        max_gap: As for `plan_spans`.
-        max_nbytes: As for `plan_spans`.
-    """
-
-    tensor: ForeignTensor
-    max_gap: int
-    max_nbytes: int
-
-    @property
-    def chunks(self) -> list[ChunkInfo]:
-        """As `TensorInfo.chunks`."""
-        return [
-            ChunkInfo(piece.region, f"{piece.file}@{piece.offset}", digest=None, client=None)
-            for piece in self.tensor.pieces
-        ]
-
-    @property
-    def codec(self) -> str:
-        """As `TensorInfo.codec`."""
-        return NO_CODEC
-
-    @property
-    def num_chunks(self) -> int:
-        """As `TensorInfo.num_chunks`."""
-        return len(self.tensor.pieces)
-
-    @property
-    def is_whole(self) -> bool:
-        """As `TensorInfo.is_whole`."""
-        return self.tensor.is_whole
-
-    @property
-    def max_chunk_nbytes(self) -> int:
-        """As `TensorInfo.max_chunk_nbytes`: a piece is read a span at a time."""
-        return min(self.tensor.nbytes, self.max_nbytes)
-
-    @property
-    def _largest(self) -> Piece | None:
-        return max(self.tensor.pieces, key=lambda piece: piece.region.numel, default=None)
-
-    @property
-    def chunk_shape(self) -> tuple[int, ...]:
-        """As `TensorInfo.chunk_shape`."""
-        return (
-            tuple(max(1, size) for size in self.tensor.shape) if self._largest is None else self._largest.region.shape
-        )
-
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        """As `TensorInfo.block_shape`: any range of bytes can be read."""
-        return (1,) * len(self.tensor.shape)
-
-    @property
-    def row_dim(self) -> int:
-        """As `TensorInfo.row_dim`: the dim with the largest stride."""
-        if self._largest is None:
-            return 0
-        shape, strides = self._largest.region.shape, self._largest.element_strides
-        return max(range(len(shape)), key=lambda dim: (shape[dim] > 1, strides[dim], -dim), default=0)
-
-    def read_nbytes(self, region: Region) -> int:
-        """As `TensorInfo.read_nbytes`."""
-        spans = plan_spans(self.tensor, [region], max_gap=self.max_gap, max_nbytes=self.max_nbytes)
-        return sum(span.nbytes for span in spans)
-
-
-def info_of(tensor: ForeignTensor, stored: PieceChunks) -> TensorInfo:
-    """Return the facts about a tensor that is made of pieces."""
-    return TensorInfo(
-        name=tensor.name,
-        shape=tensor.shape,
-        dtype_name=tensor.dtype,
-        stored_dtype_name=tensor.dtype,
-        layout=tensor.layout,
-        nbytes=tensor.nbytes,
-        content_digest=tensor.content,
-        _stored=stored,
-    )
-
-
 class PieceFiles:
     """The files of a checkpoint with an index; see `dtckpt.checkpoint.reading.checkpoint_files.CheckpointFiles`.
 
@@ -155,7 +68,7 @@ class PieceFiles:
         StorageError: Storage refused.
     """
 
-    def __init__(self, folder: Folder, index: ForeignIndex, *, is_remote: bool) -> None:
+    def __init__(self, folder: Folder, index: PieceIndex, *, is_remote: bool) -> None:
         self.kind = index.kind
         self.structure: trees.Node = index.structure
         self.refused = index.refused
@@ -247,7 +160,7 @@ class PieceFiles:
                 for region, buffer in buffers:
                     convert(cut(tensor.elements, region.slices()), buffer)
 
-    def _locate_all(self, tensor: ForeignTensor, regions: Sequence[Region]) -> list[Piece]:
+    def _locate_all(self, tensor: PieceTensor, regions: Sequence[Region]) -> list[Piece]:
         """Find the elements of the pieces that some regions need; return those pieces."""
         wanted = (
             tensor.pieces_in(regions[0])
@@ -263,7 +176,7 @@ class PieceFiles:
         self._places.update(zip(unknown, places, strict=True))
         return [self._places.get(piece, piece) for piece in wanted]
 
-    def _locate(self, tensor: ForeignTensor, piece: Piece) -> Piece:
+    def _locate(self, tensor: PieceTensor, piece: Piece) -> Piece:
         with translate_errors("find the elements of {!r} in {}", self._folder, tensor.name, piece.file, is_read=True):
             return self._locator.locate(tensor, piece)
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from dtckpt.checkpoint.reading.dcp_values import Value, read_value, read_values, segments_of, tensor_of
-from dtckpt.checkpoint.reading.torch_streams import PieceLocator
+from dtckpt.checkpoint.foreign.dcp_metadata import DcpMetadata, DcpTensor, StoredItem
+from dtckpt.checkpoint.foreign.dcp_values import Value, read_value, read_values, segments_of, tensor_of
+from dtckpt.checkpoint.foreign.read_budget import ReadBudget
+from dtckpt.checkpoint.foreign.torch_files import PieceLocator
+from dtckpt.checkpoint.reading.pieces import PieceTensor
 from dtckpt.errors import CheckpointCorruptError, DtckptError, TreeError
 from dtckpt.format import tree as trees
-from dtckpt.format.dcp_metadata import DcpMetadata, DcpTensor, StoredItem
-from dtckpt.format.read_budget import ReadBudget
-from dtckpt.format.stored_pieces import ForeignTensor
 from dtckpt.layout.region import Region
 from dtckpt.storage.folder import Folder
 
@@ -127,7 +127,7 @@ class _Merging:
     def _per_client(self, values: Mapping[int, Value]) -> Value:
         items = [[rank, value.node] for rank, value in values.items()]
         node: trees.Node = {"type": ["PerClient", self._num_clients, {"dict": items}]}
-        tensors: dict[str, ForeignTensor] = {}
+        tensors: dict[str, PieceTensor] = {}
         refused: dict[str, DtckptError] = {}
         for value in values.values():
             tensors |= value.tensors

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from dtckpt.checkpoint.foreign.pickle_syntax import MAX_PICKLE_NBYTES, parse_pickle
+from dtckpt.checkpoint.foreign.pickled_tensors import StorageView
+from dtckpt.checkpoint.foreign.read_budget import ReadBudget
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
-from dtckpt.format.pickle_syntax import MAX_PICKLE_NBYTES, parse_pickle
-from dtckpt.format.pickled_tensors import StorageView
-from dtckpt.format.read_budget import ReadBudget
 
 MAX_DIRECTORY_NBYTES = 256 << 20
 """Longest directory of a zip that is read: that of some million records."""
@@ -85,7 +85,7 @@ class TorchZip:
 
     Args:
         where: Its name, for messages.
-        value: The value of its pickle, with stand-ins (`dtckpt.format.pickle_syntax`).
+        value: The value of its pickle, with stand-ins (`dtckpt.checkpoint.foreign.pickle_syntax`).
         prefix: Prefix of the names of its records.
         records: The records by name.
         read: Reads it.

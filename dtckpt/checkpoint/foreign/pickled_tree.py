@@ -1,8 +1,8 @@
 """The value of a pickle as a state tree (`dtckpt.format.tree`): containers, plain values, tensors and arrays of numpy.
 
-What a name in the pickle means is said by closed tables (`dtckpt.format.pickled_values`). A value of another class is
-left out of the tree, and noted with the reason: so a checkpoint that holds one odd value can be read, but for that
-value. In a list or tuple nothing can be left out; there the next dict above lacks the whole list.
+Closed tables say what a name in the pickle means (`dtckpt.checkpoint.foreign.pickled_values`). A value of another
+class is left out of the tree, and noted with the reason: so a checkpoint that holds one odd value can be read, but for
+that value. In a list or tuple nothing can be left out; there the next dict above lacks the whole list.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from dtckpt.checkpoint.foreign.pickle_syntax import Call, Global, Pairs
+from dtckpt.checkpoint.foreign.pickled_tensors import StorageView, is_tensor, tensor_view
+from dtckpt.checkpoint.foreign.pickled_values import ARRAYS, plain_value, read_array, refusal
+from dtckpt.checkpoint.foreign.read_budget import NODE_NBYTES, STEP_NBYTES, TENSOR_NBYTES, ReadBudget
 from dtckpt.errors import CheckpointCorruptError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.containers import CONTAINERS
 from dtckpt.format.hash_work import validate_hashes
 from dtckpt.format.names import name_of_key
-from dtckpt.format.pickle_syntax import Call, Global, Pairs
-from dtckpt.format.pickled_tensors import StorageView, is_tensor, tensor_view
-from dtckpt.format.pickled_values import ARRAYS, plain_value, read_array, refusal
 from dtckpt.format.plain_values import encode_hashable, encode_value, is_plain
-from dtckpt.format.read_budget import NODE_NBYTES, STEP_NBYTES, TENSOR_NBYTES, ReadBudget
 
 Leaf = StorageView | np.ndarray[Any, Any]
 
@@ -49,7 +49,7 @@ def read_tree(value: Any, path: tuple[str, ...] = (), budget: ReadBudget | None 
     """Return the tree of a pickle's value.
 
     Args:
-        value: The value, as `dtckpt.format.pickle_syntax.parse_pickle` returns it.
+        value: The value, as `dtckpt.checkpoint.foreign.pickle_syntax.parse_pickle` returns it.
         path: The segments of names that lead to the value, if it is a part of a larger tree.
         budget: Bounds the bytes of the objects made: the budget that the pickle was parsed with. Default: the budget of
             a short pickle.

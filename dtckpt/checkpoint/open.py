@@ -1,4 +1,4 @@
-"""`open_checkpoint` and `Checkpoint`: the tensors and values of a checkpoint, and verified reads of any region."""
+"""`open_checkpoint` and `Checkpoint`: the tensors and values of any checkpoint, and verified reads of any region."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from dtckpt.checkpoint.foreign.formats import has_foreign_name, not_understood, open_foreign
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
-from dtckpt.checkpoint.reading.foreign_formats import has_foreign_name, not_understood, open_foreign
 from dtckpt.checkpoint.reading.manifest_files import ManifestFiles
-from dtckpt.checkpoint.reading.notebook_table import checkpoint_html
 from dtckpt.checkpoint.reading.read_regions import UNCHECKED_NBYTES
 from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
@@ -37,6 +36,12 @@ if TYPE_CHECKING:
     import torch
 
     from dtckpt.checkpoint.reading.verify import Progress, VerifyReport
+
+
+from dtckpt.errors import format_nbytes
+from dtckpt.layout.notebook_pictures import drawn
+from dtckpt.layout.sharding_drawing import MAX_DRAWN_RANK, Subject
+from dtckpt.layout.svg import escape
 
 T = TypeVar("T")
 
@@ -159,8 +164,7 @@ class Checkpoint:
             CheckpointCorruptError: Stored bytes are not the bytes that were saved.
         """
         # Here, because they import PyTorch, which takes seconds: commands that only look or verify do without it.
-        from dtckpt.checkpoint.leaves import host_array
-        from dtckpt.checkpoint.reading.tensor_memory import new_memory
+        from dtckpt.checkpoint.leaves import host_array, new_memory
 
         info = self.info(name)
         region = Region.full(info.shape) if region is None else region
@@ -284,7 +288,7 @@ class Checkpoint:
 def open_checkpoint(path: str | Location) -> Checkpoint:
     """Open a checkpoint: a committed one of this library, or one of another library.
 
-    Of other libraries' formats, those in `dtckpt.checkpoint.reading.foreign_formats.FORMATS` are read as they are; the
+    Of other libraries' formats, those in `dtckpt.checkpoint.foreign.formats.FORMATS` are read as they are; the
     path is that of a file or directory. Nobody may change their files meanwhile.
 
     Raises:
@@ -319,3 +323,34 @@ def open_checkpoint(path: str | Location) -> Checkpoint:
                 raise
     # Not reached: the last try returns or raises.
     raise CheckpointNotFoundError(f"there is no checkpoint at {place.where}")
+
+
+MAX_ROWS = 40
+
+
+def checkpoint_html(title: str, tensors: Mapping[str, TensorInfo]) -> str:
+    """Return the tensors of a checkpoint as HTML.
+
+    Args:
+        title: The heading.
+        tensors: Facts of the tensors, by name.
+    """
+    return "".join(_parts(title, tensors))
+
+
+def _parts(title: str, tensors: Mapping[str, TensorInfo]) -> Iterator[str]:
+    yield f"<p><b>{escape(title)}</b></p><table><tr>"
+    yield "".join(f"<th>{heading}</th>" for heading in ("tensor", "shape", "dtype", "layout", "size", "chunks"))
+    yield "</tr>"
+    shown = [tensors[name] for name in list(tensors)[:MAX_ROWS]]
+    for each in shown:
+        layout = ", ".join(map(str, each.layout.sharding_specs)) if each.layout else ""
+        cells = (each.name, each.shape, each.dtype_name, layout, format_nbytes(each.nbytes), each.num_chunks)
+        yield f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in cells)}</tr>"
+    yield "</table>"
+    if more := len(tensors) - len(shown):
+        yield f"<p>and {more} more</p>"
+    drawable = [each for each in shown if each.layout is not None and 0 < len(each.shape) <= MAX_DRAWN_RANK]
+    largest = max(drawable, key=lambda info: info.nbytes, default=None)
+    if largest is not None and largest.layout is not None:
+        yield drawn(Subject(largest.layout, largest.shape), largest.name) or ""

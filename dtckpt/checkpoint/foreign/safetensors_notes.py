@@ -13,6 +13,14 @@ last part. Texts that are none of these are listed as unread.
 
 Names: keys of a tree are joined by ``/`` here, and by ``.`` in a file. The tree tells which is which on the way back;
 without it names stay as they are in the file.
+
+The Hugging Face writer of ``torch.distributed.checkpoint`` leaves a note, too. Each client writes a file with shards of
+tensors. Its metadata say where the boxes in it begin; nothing notes the shapes of the tensors::
+
+    shard-00001-model-00001-of-00001.safetensors    {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [0, 0]}}'}
+    shard-00002-model-00001-of-00001.safetensors    {"DCP_SHARDING_INFO": '{"w": {"saved_offsets": [4, 0]}}'}
+
+Source: torch.distributed.checkpoint.hf_storage.
 """
 
 from __future__ import annotations
@@ -23,16 +31,18 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dtckpt.errors import CheckpointCorruptError, DtckptError, TensorNameError
+from dtckpt.checkpoint.foreign.safetensors_index import KIND, MAX_PARTS, METADATA, SHARD, SafetensorsHeader, WeightIndex
+from dtckpt.checkpoint.reading.pieces import PieceIndex, PieceTensor
+from dtckpt.errors import CheckpointCorruptError, CheckpointIncompleteError, DtckptError, TensorNameError, capped
 from dtckpt.format import tree as trees
-from dtckpt.format.safetensors_index import KIND, METADATA, SafetensorsHeader, WeightIndex
-from dtckpt.format.safetensors_shards import SHARDS, VERSION, absent_shards, is_sharded, join_shards
-from dtckpt.format.stored_pieces import ForeignIndex
+from dtckpt.layout.region import Region
 
 TREE = "dtckpt.tree"
 CONTENT = "dtckpt.content"
 FORMAT = "format"
 """A note of every file that transformers reads: for which framework it is; dtckpt writes ``pt``."""
+SHARDS = "DCP_SHARDING_INFO"
+VERSION = "DCP_VERSION"
 _OF_FILES = frozenset({FORMAT, CONTENT, SHARDS, VERSION})
 """Notes that are read, beside the tree."""
 _DIGEST = re.compile(r"[0-9a-f]{16}")
@@ -77,7 +87,7 @@ def content_text(digests: Mapping[str, int]) -> str:
     return json.dumps({name: f"{digest:016x}" for name, digest in digests.items()}, separators=(",", ":"))
 
 
-def index_of(where: str, headers: Mapping[str, SafetensorsHeader], index: WeightIndex | None = None) -> ForeignIndex:
+def index_of(where: str, headers: Mapping[str, SafetensorsHeader], index: WeightIndex | None = None) -> PieceIndex:
     """Return the index of a model.
 
     Args:
@@ -122,10 +132,10 @@ def index_of(where: str, headers: Mapping[str, SafetensorsHeader], index: Weight
     unread += (f"{name} (no such file)" for name in absent_shards(headers))
     if tree is None:
         plain = {"dict": [[name, {"tensor": name}] for name in stored]}
-        return ForeignIndex(KIND, stored, plain, refused, tuple(files), tuple(unread))
+        return PieceIndex(KIND, stored, plain, refused, tuple(files), tuple(unread))
     names = file_names(trees.tensor_names(tree))
     tensors = {name: replace(stored[there], name=name) for name, there in names.items()}
-    return ForeignIndex(KIND, tensors, tree, refused, tuple(files), tuple(unread))
+    return PieceIndex(KIND, tensors, tree, refused, tuple(files), tuple(unread))
 
 
 def _ties(header: SafetensorsHeader) -> dict[str, str]:
@@ -169,3 +179,81 @@ def _content(metadata: Mapping[str, str]) -> dict[str, int]:
         return {name: int(text, 16) for name, text in digests.items() if _DIGEST.fullmatch(text)}
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise CheckpointCorruptError(f"the note {CONTENT} of a safetensors file cannot be read: {error}") from error
+
+
+def absent_shards(files: Collection[str]) -> list[str]:
+    """Return the names of missing shards, of clients before the last client that has a file.
+
+    A client that held no tensor has no file either; the files do not tell the two cases apart.
+    """
+    numbers = {int(match["number"]) for file in files if (match := SHARD.fullmatch(file)) is not None}
+    last = min(max(numbers, default=0), MAX_PARTS)
+    return [f"shard-{number:05}-*" for number in range(1, last) if number not in numbers]
+
+
+def is_sharded(header: SafetensorsHeader) -> bool:
+    """Whether the tensors of a file are shards of larger ones."""
+    return SHARDS in header.metadata
+
+
+def join_shards(headers: Mapping[str, SafetensorsHeader]) -> tuple[dict[str, PieceTensor], dict[str, DtckptError]]:
+    """Return the tensors whose shards lie in several files, and by name why some cannot be read.
+
+    Args:
+        headers: The headers of the files with shards, by file name.
+
+    Raises:
+        CheckpointCorruptError: A note of the shards is malformed.
+        CheckpointIncompleteError: There is one file, and its name does not tell that it is the first.
+    """
+    if len(headers) == 1 and not any(map(SHARD.fullmatch, headers)):
+        raise CheckpointIncompleteError(
+            f"{next(iter(headers))} holds shards of tensors; give the directory of all files that the job wrote, under "
+            "the names that it gave them"
+        )
+    shards: dict[str, list[tuple[PieceTensor, tuple[int, ...]]]] = {}
+    for file, header in headers.items():
+        offsets = _offsets(header, file)
+        for name, tensor in header.tensors.items():
+            if len(offsets.get(name, ())) != len(tensor.shape):
+                raise CheckpointCorruptError(f"{file} is damaged: {SHARDS} does not say where {name[:200]!r} begins")
+            shards.setdefault(name, []).append((tensor, offsets[name]))
+    tensors: dict[str, PieceTensor] = {}
+    refused: dict[str, DtckptError] = {}
+    for name, boxes in shards.items():
+        try:
+            tensors[name] = _joined(name, boxes, headers)
+        except (CheckpointCorruptError, CheckpointIncompleteError) as error:
+            refused[name] = error
+    return tensors, refused
+
+
+def _joined(name: str, boxes: Iterable[tuple[PieceTensor, tuple[int, ...]]], files: Collection[str]) -> PieceTensor:
+    first, *others = (tensor for tensor, _ in boxes)
+    if any((each.dtype, len(each.shape)) != (first.dtype, len(first.shape)) for each in others):
+        raise CheckpointCorruptError(f"the shards of tensor {name[:200]!r} differ in dtype or rank")
+    stops = [[start + size for start, size in zip(offset, tensor.shape, strict=True)] for tensor, offset in boxes]
+    shape = tuple(map(max, zip(*stops, strict=True)))
+    pieces = tuple(
+        replace(piece, region=Region(offset, tensor.shape)) for tensor, offset in boxes for piece in tensor.pieces
+    )
+    joined = PieceTensor(name, shape, first.dtype, pieces)
+    if not joined.is_whole:
+        raise CheckpointIncompleteError(
+            f"elements of tensor {name[:200]!r} are in none of the files; missing: "
+            f"{capped(absent_shards(files)) or 'a file'}"
+        )
+    return joined
+
+
+def _offsets(header: SafetensorsHeader, file: str) -> dict[str, tuple[int, ...]]:
+    """Return, by name, where the box of a tensor begins."""
+    try:
+        notes = json.loads(header.metadata[SHARDS])
+        offsets = {name: tuple(notes[name]["saved_offsets"]) for name in header.tensors if name in notes}
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointCorruptError(f"{file} is damaged: {SHARDS} cannot be read: {error}") from error
+    for offset in offsets.values():
+        if any(type(start) is not int or not 0 <= start < 1 << 62 for start in offset):
+            raise CheckpointCorruptError(f"{file} is damaged: {SHARDS} has the offset {str(offset)[:80]}")
+    return offsets
