@@ -12,7 +12,6 @@ from dtckpt.checkpoint.foreign.formats import has_foreign_name, not_understood, 
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
 from dtckpt.checkpoint.reading.manifest_files import ManifestFiles
 from dtckpt.checkpoint.reading.read_regions import UNCHECKED_NBYTES
-from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.errors import (
     CheckpointConflictError,
@@ -24,6 +23,7 @@ from dtckpt.errors import (
     StorageError,
     TensorNotFoundError,
     capped,
+    did_you_mean,
 )
 from dtckpt.format import tree as trees
 from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, Manifest

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.layout_choice import kept_layout
-from dtckpt.errors import ConfigError, LayoutError, MeshError, capped
+from dtckpt.errors import ConfigError, LayoutError, MeshError, capped, did_you_mean
 from dtckpt.format.dtypes import DTYPES, is_floating
 from dtckpt.layout import text_format
 from dtckpt.layout.create_mesh import abstract_mesh

@@ -15,12 +15,11 @@ from dtckpt.checkpoint.inspecting.read_slice import read_edges, read_elements, r
 from dtckpt.checkpoint.inspecting.selection import Selection
 from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.progress_bar import is_watched
-from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.cli.freed_memory import return_freed_memory
 from dtckpt.cli.output import format_shape, open_progress, value_text, write_event, write_line
 from dtckpt.cli.plain_arguments import parse_size
-from dtckpt.errors import ConfigError, TensorNotFoundError, capped, printable
+from dtckpt.errors import ConfigError, TensorNotFoundError, capped, did_you_mean, printable
 from dtckpt.format.dtypes import numbers_of
 from dtckpt.format.plain_values import encode_value
 from dtckpt.format.tree import value_nodes

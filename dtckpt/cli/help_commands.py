@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import click
 
-from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.cli.completion import EXIT_CODES_TOPIC, complete_topics
 from dtckpt.cli.exit_codes import exit_code_lines
 from dtckpt.cli.options import debug_option
+from dtckpt.errors import did_you_mean
 
 
 def _group_of(context: click.Context) -> click.Group:

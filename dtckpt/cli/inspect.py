@@ -10,13 +10,12 @@ from typing import Any
 
 from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
-from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.cli.name_groups import NameGroup, group_names
 from dtckpt.cli.name_tree import TreeLeaf, tree_rows
 from dtckpt.cli.output import format_count, format_layout, format_shape, format_value, table_lines, write_event
 from dtckpt.cli.pager import page
-from dtckpt.errors import TensorNotFoundError, capped, format_nbytes, printable
+from dtckpt.errors import TensorNotFoundError, capped, did_you_mean, format_nbytes, printable
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.manifest import Costs
 from dtckpt.format.names import natural_key

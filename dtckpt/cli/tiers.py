@@ -10,11 +10,10 @@ import click
 
 from dtckpt.checkpoint.managing.root import root_of
 from dtckpt.checkpoint.managing.step_folders import StepFolders
-from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.checkpoint.tiers.holdings import HeldSave
 from dtckpt.checkpoint.tiers.status import STATUS_NAME, TierStatus, read_status
 from dtckpt.cli.output import format_age, format_count, table_lines, write_event
-from dtckpt.errors import CheckpointNotFoundError, ConfigError, capped, format_nbytes, printable
+from dtckpt.errors import CheckpointNotFoundError, ConfigError, capped, did_you_mean, format_nbytes, printable
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.location import location_of
 

@@ -3,7 +3,9 @@
 A dtype is represented by its name. torch (``torch.float8_e4m3fn``), ml_dtypes and the Zarr v3 data types that
 TensorStore implements spell it alike, so one string serves memory, manifest and ``zarr.json``. Two dtypes of torch
 have no name elsewhere: their elements are stored as unsigned integers of the same bits. To readers that know only the
-data types of Zarr's core specification, ``zarr.json`` can describe others so, too (`zarr_data_type`). `numbers_of` returns elements as numbers that NumPy prints and calculates with.
+data types of Zarr's core specification, ``zarr.json`` can describe others so, too (`zarr_data_type`).
+
+`numbers_of` returns elements as numbers that NumPy prints and calculates with.
 """
 
 from __future__ import annotations

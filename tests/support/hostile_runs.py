@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtckpt.checkpoint.foreign.read_budget import FLOOR_NBYTES, MULTIPLE
+from dtckpt.checkpoint.foreign.pickle_syntax import FLOOR_NBYTES, MULTIPLE
 from dtckpt.checkpoint.reading.pieces import UNEXPANDED_NBYTES
 from dtckpt.cli.exit_codes import ExitCode
 from support import forkserver

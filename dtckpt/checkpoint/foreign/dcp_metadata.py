@@ -22,8 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtckpt.checkpoint.foreign.pickle_syntax import Call, Global, Pairs, parse_pickle
-from dtckpt.checkpoint.foreign.read_budget import TENSOR_NBYTES, ReadBudget
+from dtckpt.checkpoint.foreign.pickle_syntax import TENSOR_NBYTES, Call, Global, Pairs, ReadBudget, parse_pickle
 from dtckpt.checkpoint.reading.pieces import is_expanded_too_far, is_file_name
 from dtckpt.errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointVersionError, TreeError
 from dtckpt.format import tree as trees

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from dtckpt.checkpoint.foreign.dcp_metadata import DcpMetadata, DcpTensor, StoredItem
 from dtckpt.checkpoint.foreign.dcp_values import Value, read_value, read_values, segments_of, tensor_of
-from dtckpt.checkpoint.foreign.read_budget import ReadBudget
+from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget
 from dtckpt.checkpoint.foreign.torch_files import PieceLocator
 from dtckpt.checkpoint.reading.pieces import PieceTensor
 from dtckpt.errors import CheckpointCorruptError, DtckptError, TreeError

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from dtckpt.checkpoint.foreign.dcp_metadata import DcpMetadata, DcpTensor, Path, StoredItem
+from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget
 from dtckpt.checkpoint.foreign.pickled_tree import read_tree
-from dtckpt.checkpoint.foreign.read_budget import ReadBudget
 from dtckpt.checkpoint.foreign.torch_files import open_stream
 from dtckpt.checkpoint.foreign.torch_zip import Read
 from dtckpt.checkpoint.reading.pieces import Piece, PieceTensor

@@ -11,7 +11,7 @@ The reader of the stand-ins says what a name means, by a closed table
 
 Objects that the program refers to twice are one object here, too. So the result may contain itself, and a walk along
 all of its paths may never end: a caller that walks it counts levels and steps. An opcode of one byte can make an object
-of a hundred, so a budget bounds the bytes of the objects (`dtckpt.checkpoint.foreign.read_budget`).
+of a hundred, so a `ReadBudget` bounds the bytes of the objects.
 
 The parser reads the opcodes of protocols 2 to 5, as Python writes them (documented in Python's `pickletools`). It
 refuses the opcodes of Python's extension registry, of buffers outside the pickle, and of protocols 0 and 1 alone.
@@ -22,10 +22,77 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
-from dtckpt.checkpoint.foreign.read_budget import ReadBudget
 from dtckpt.errors import CheckpointCorruptError
+
+FLOOR_NBYTES = 16 << 20
+"""Bytes of objects that a file of any size may ask for."""
+MULTIPLE = 64
+"""Bytes of objects per byte of a file. Long lists of short numbers need most of it: a node takes `NODE_NBYTES`."""
+NODE_NBYTES = 160
+"""Bytes of a node of a state tree, about."""
+STEP_NBYTES = 32
+"""Bytes that are counted for a value without memory, as None: to look at it takes time."""
+TENSOR_NBYTES = 1024
+"""Bytes of the description of a tensor, or of a piece of a tensor, about."""
+
+
+class ReadBudget:
+    """The bytes of objects that parsers may still make of one checkpoint's files. Thread-safe.
+
+    A file of a few hundred bytes can describe more objects than any memory holds: a list that contains itself many
+    times, a text that is part of a million names. So everything that is made is counted, before it is made, against the
+    bytes that were read::
+
+        bytes made  <=  FLOOR_NBYTES + MULTIPLE * bytes read
+
+    Two more bounds need no counting. `dtckpt.checkpoint.reading.pieces.is_expanded_too_far` compares the elements of
+    tensors with the bytes that they are made of, and `dtckpt.format.hash_work` bounds the time that dicts and sets of
+    untrusted keys take.
+
+    Args:
+        where: The file or checkpoint, for messages.
+    """
+
+    __slots__ = ("_left", "_lock", "_nbytes", "_where")
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._nbytes = 0
+        self._left = FLOOR_NBYTES
+        self._lock = Lock()
+
+    @classmethod
+    def of(cls, nbytes: int, where: str) -> ReadBudget:
+        """Return the budget of a file of ``nbytes`` bytes."""
+        budget = cls(where)
+        budget.grow(nbytes)
+        return budget
+
+    def grow(self, nbytes: int) -> None:
+        """Add the objects that ``nbytes`` more bytes may make; the bytes must have been read, not only claimed."""
+        with self._lock:
+            self._nbytes += nbytes
+            self._left += MULTIPLE * nbytes
+
+    def take(self, nbytes: int) -> None:
+        """Count bytes that are about to be made.
+
+        Raises:
+            CheckpointCorruptError: They are more than is left.
+        """
+        with self._lock:
+            self._left -= nbytes
+            is_spent = self._left < 0
+        if is_spent:
+            raise CheckpointCorruptError(
+                f"{self._where} describes too much; got objects of more than {FLOOR_NBYTES + MULTIPLE * self._nbytes} "
+                f"bytes, expected at most that for the {self._nbytes} bytes that were read; does it contain itself? "
+                "restore another checkpoint"
+            )
+
 
 MAX_PICKLE_NBYTES = 512 << 20
 """Longest pickle that is read; the metadata of a million chunks has a tenth of that."""

@@ -13,10 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.checkpoint.foreign.pickle_syntax import Call, Global, Pairs
+from dtckpt.checkpoint.foreign.pickle_syntax import (
+    NODE_NBYTES,
+    STEP_NBYTES,
+    TENSOR_NBYTES,
+    Call,
+    Global,
+    Pairs,
+    ReadBudget,
+)
 from dtckpt.checkpoint.foreign.pickled_tensors import StorageView, is_tensor, tensor_view
 from dtckpt.checkpoint.foreign.pickled_values import ARRAYS, plain_value, read_array, refusal
-from dtckpt.checkpoint.foreign.read_budget import NODE_NBYTES, STEP_NBYTES, TENSOR_NBYTES, ReadBudget
 from dtckpt.errors import CheckpointCorruptError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.containers import CONTAINERS

@@ -17,8 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.checkpoint.foreign.pickle_syntax import Call, Global, Pairs, Persistent
-from dtckpt.checkpoint.foreign.read_budget import NODE_NBYTES, STEP_NBYTES, ReadBudget
+from dtckpt.checkpoint.foreign.pickle_syntax import (
+    NODE_NBYTES,
+    STEP_NBYTES,
+    Call,
+    Global,
+    Pairs,
+    Persistent,
+    ReadBudget,
+)
 from dtckpt.errors import CheckpointVersionError, TreeError
 from dtckpt.format.hash_work import validate_hashes
 from dtckpt.format.plain_values import NUMPY_TYPES, decode_value

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget
 from dtckpt.checkpoint.foreign.pickled_tensors import StorageView, tensor_view
 from dtckpt.checkpoint.foreign.pickled_tree import Leaf, read_tree
-from dtckpt.checkpoint.foreign.read_budget import ReadBudget
 from dtckpt.checkpoint.foreign.safetensors_index import MAX_INDEX_NBYTES, parse_weight_map
 from dtckpt.checkpoint.foreign.torch_zip import CRC_NBYTES, TAIL_NBYTES, Read, Record, TorchZip, read_zip
 from dtckpt.checkpoint.reading.pieces import CheckedBytes, Piece, PieceIndex, PieceTensor, c_strides

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from dtckpt.checkpoint.foreign.pickle_syntax import MAX_PICKLE_NBYTES, parse_pickle
+from dtckpt.checkpoint.foreign.pickle_syntax import MAX_PICKLE_NBYTES, ReadBudget, parse_pickle
 from dtckpt.checkpoint.foreign.pickled_tensors import StorageView
-from dtckpt.checkpoint.foreign.read_budget import ReadBudget
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
 
 MAX_DIRECTORY_NBYTES = 256 << 20

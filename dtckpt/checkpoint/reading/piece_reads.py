@@ -1,4 +1,4 @@
-"""Plan reads of tensors that are made of pieces: the ranges of bytes that hold a region, and the elements in each; pure.
+"""Plan reads of tensors made of pieces: the ranges of bytes that hold a region, and the elements in each; pure.
 
 A box of a piece lies in its file as runs at regular distances. Runs that are close are read together, with the gaps
 between them; long ones are cut::

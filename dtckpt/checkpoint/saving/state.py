@@ -26,11 +26,11 @@ from dtckpt.dtensor.torch_interop import KeptLayouts
 from dtckpt.errors import SliceError
 from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
-from dtckpt.format.slices import parse_slice_spec
 from dtckpt.format.tree_union import value_paths
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 from dtckpt.layout.root_layout import root_layout
+from dtckpt.layout.text_format import parse_slice_spec
 
 
 @dataclass(frozen=True, slots=True, eq=False)

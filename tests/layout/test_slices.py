@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtckpt.errors import SliceError
-from dtckpt.format.slices import SliceSpec, parse_slice_spec
 from dtckpt.layout.region import Region
+from dtckpt.layout.text_format import SliceSpec, parse_slice_spec
 
 
 @pytest.mark.parametrize(

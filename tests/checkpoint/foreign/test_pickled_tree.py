@@ -16,7 +16,7 @@ from support.hash_attacks import colliding_numbers
 from support.torch_files import saved, tree_of, zip_of
 from support.untrusted_checkpoints import limit_memory
 
-from dtckpt.checkpoint.foreign import read_budget
+from dtckpt.checkpoint.foreign import pickle_syntax
 from dtckpt.checkpoint.foreign.pickle_syntax import parse_pickle
 from dtckpt.checkpoint.foreign.pickled_tensors import StorageView
 from dtckpt.checkpoint.foreign.pickled_tree import read_tree
@@ -192,7 +192,7 @@ def test_hostile_trees_end(program):
 
 def test_long_lists_of_short_values_are_read(monkeypatch):
     """Without the part of the budget that any pickle has."""
-    monkeypatch.setattr(read_budget, "FLOOR_NBYTES", 1 << 20)
+    monkeypatch.setattr(pickle_syntax, "FLOOR_NBYTES", 1 << 20)
     for value in (
         [number % 10 for number in range(1 << 18)],
         [None] * (1 << 18),

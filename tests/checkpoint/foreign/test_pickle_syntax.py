@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 from support.untrusted_checkpoints import limit_memory
 
-from dtckpt.checkpoint.foreign import pickle_syntax, read_budget
+from dtckpt.checkpoint.foreign import pickle_syntax
 from dtckpt.checkpoint.foreign.pickle_syntax import Call, Global, Pairs, Persistent, parse_pickle
 from dtckpt.errors import CheckpointCorruptError
 
@@ -206,7 +206,7 @@ def test_opcodes_cost_the_bytes_of_their_objects(opcodes):
 
 def test_long_lists_of_short_values_are_read(monkeypatch):
     """What costs most of the budget in honest pickles, without the part of it that any pickle has."""
-    monkeypatch.setattr(read_budget, "FLOOR_NBYTES", 1 << 20)
+    monkeypatch.setattr(pickle_syntax, "FLOOR_NBYTES", 1 << 20)
     for value in (
         list(range(1 << 18)),
         [None] * (1 << 18),

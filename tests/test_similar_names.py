@@ -1,6 +1,6 @@
 import pytest
 
-from dtckpt.checkpoint.reading.similar_names import did_you_mean
+from dtckpt.errors import did_you_mean
 
 NAMES = ["model/layers.0.weight", "model/embed/weight", "optim/embed/weight", "step"]
 
