@@ -233,7 +233,13 @@ class Checkpoint:
             raise self.cause_of(error) from error
 
     def validate_stored(self, regions: Iterable[tuple[str, Region]], *, unchecked: int = UNCHECKED_NBYTES) -> None:
-        """As `CheckpointFiles.validate_stored`.
+        """Check that the files are long enough for regions, before memory for them is taken.
+
+        Otherwise a damaged or hostile description could ask for any amount of memory.
+
+        Args:
+            regions: The regions, each with the name of its tensor.
+            unchecked: The smallest regions are not checked, up to so many bytes together.
 
         Raises:
             TensorNotFoundError: There is no such tensor.

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 from awscrt.checksums import crc32
+from typing_extensions import override
 
 from dtckpt.checkpoint.foreign.torch_files import PieceLocator
-from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
-from dtckpt.checkpoint.reading.piece_reads import PieceChunks, Span, info_of, plan_spans
+from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
+from dtckpt.checkpoint.reading.piece_reads import PieceInfo, Span, plan_spans
 from dtckpt.checkpoint.reading.pieces import CheckedBytes, Piece, PieceIndex, PieceTensor
 from dtckpt.checkpoint.reading.read_chunks import Scratch, convert, cut, validate_convertible
 from dtckpt.checkpoint.reading.read_regions import MAX_IN_FLIGHT, REMOTE_IN_FLIGHT_NBYTES, spare_threads
@@ -55,8 +56,8 @@ NUM_SAMPLES = 32
 SAMPLE_NBYTES = 256
 
 
-class PieceFiles:
-    """The files of a checkpoint with an index; see `dtckpt.checkpoint.reading.checkpoint_files.CheckpointFiles`.
+class PieceFiles(CheckpointFiles):
+    """The files of a checkpoint with an index.
 
     Args:
         folder: The folder that the files of the index are in.
@@ -70,7 +71,6 @@ class PieceFiles:
 
     def __init__(self, folder: Folder, index: PieceIndex, *, is_remote: bool) -> None:
         self.kind = index.kind
-        self.structure: trees.Node = index.structure
         self.refused = index.refused
         self.files = index.files
         self.unread = index.unread
@@ -116,26 +116,31 @@ class PieceFiles:
 
     def _describe(self, name: str) -> TensorInfo:
         tensor = self._index.tensors[name]
-        return info_of(tensor, PieceChunks(tensor, self._max_gap, self._max_nbytes))
+        return PieceInfo.of(tensor, max_gap=self._max_gap, max_nbytes=self._max_nbytes)
+
+    @property
+    @override
+    def structure(self) -> trees.Node:
+        return self._index.structure
 
     @cached_property
+    @override
     def tree(self) -> bytes:
-        """As `CheckpointFiles.tree`."""
         return trees.dump(self.structure)
 
+    @override
     def fingerprint(self) -> bytes:
-        """As `CheckpointFiles.fingerprint`."""
         return self.identity.encode()
 
     # --- reads --------------------------------------------------------------------------------------------------
 
+    @override
     def read(
         self,
         requests: Iterable[tuple[str, RegionBuffers]],
         max_in_flight: int | None,
         count: Callable[[int], object],
     ) -> int:
-        """As `CheckpointFiles.read`."""
         max_nbytes = self._max_nbytes if max_in_flight is None else max(1, min(self._max_nbytes, max_in_flight))
         reads = self._reads(requests, max_nbytes)
         nbytes = 0
@@ -269,32 +274,33 @@ class PieceFiles:
 
     # --- checks -------------------------------------------------------------------------------------------------
 
-    def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:  # noqa: ARG002  (as in the protocol)
-        """As `CheckpointFiles.validate_stored`.
-
-        The files were as long as the index says when the checkpoint was opened, and the index compared the tensors with
-        the bytes that they are made of.
-        """
+    @override
+    def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:
+        # The files were as long as the index says when the checkpoint was opened, and the index compared the tensors
+        # with the bytes that they are made of.
         for name, region in regions:
             tensor = self._index.tensors[name]
             if not tensor.is_whole:
                 plan_spans(tensor, [region], max_gap=0, max_nbytes=1)  # raises: a part that was not saved is no damage
 
+    @override
     def parts(self, name: str) -> Iterator[Region]:
-        """As `CheckpointFiles.parts`: boxes of each piece."""
+        # These are boxes of each piece.
         tensor = self._index.tensors[name]
         for piece in tensor.pieces:
             rows = max(1, PART_NBYTES // max(1, tensor.itemsize * math.prod(piece.region.shape[1:])))
             yield from _cut_rows(piece.region, rows)
 
     @property
+    @override
     def has_digests(self) -> bool:
-        """As `CheckpointFiles.has_digests`: whether the files have a checksum of everything that was looked for."""
+        # True if the files have a checksum of everything that was read.
         pieces = (piece for tensor in self._index.tensors.values() for piece in tensor.pieces)
         return all(self._places.get(piece, piece).checked is not None for piece in pieces)
 
+    @override
     def validate_part(self, name: str, region: Region) -> None:
-        """As `CheckpointFiles.validate_part`: the checksums of the bytes that its pieces begin in, if they have any."""
+        # Compare the checksums of the bytes that its pieces begin in, if they have any.
         tensor = self._index.tensors[name]
         for piece in self._locate_all(tensor, [region]):
             # Once for a piece, at its first part; once for pieces that share their bytes.
@@ -313,11 +319,13 @@ class PieceFiles:
                 f"bytes {checked.start} to {stop} of {file} are not those that were saved: their CRC does not match"
             )
 
+    @override
     def validate_rest(self) -> None:
-        """As `CheckpointFiles.validate_rest`: the index was checked when it was parsed."""
+        # The index was checked when it was parsed.
+        return
 
+    @override
     def tied(self) -> Mapping[str, str]:
-        """As `CheckpointFiles.tied`."""
         first: dict[tuple[tuple[int, ...], str, tuple[Piece, ...]], str] = {}
         tied: dict[str, str] = {}
         for name in trees.tensor_names(self.structure):
@@ -327,8 +335,8 @@ class PieceFiles:
                 tied |= {} if kept == name else {name: kept}
         return tied
 
+    @override
     def close(self) -> None:
-        """As `CheckpointFiles.close`."""
         self._ranges.close()
 
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from typing_extensions import override
+
 from dtckpt.checkpoint.reading.pieces import Piece, PieceTensor, c_strides
 from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo
 from dtckpt.errors import RegionError, RegionNotFoundError
@@ -190,9 +192,9 @@ class _Cut:
                     yield (index, *offsets), (1, *sizes)
 
 
-@dataclass(frozen=True, slots=True)
-class PieceChunks:
-    """The pieces of one tensor; see `dtckpt.checkpoint.reading.tensor_info.StoredChunks`.
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceInfo(TensorInfo):
+    """A tensor that is made of pieces, which count as its chunks.
 
     Args:
         tensor: The tensor.
@@ -204,32 +206,49 @@ class PieceChunks:
     max_gap: int
     max_nbytes: int
 
+    @classmethod
+    def of(cls, tensor: PieceTensor, *, max_gap: int, max_nbytes: int) -> PieceInfo:
+        """Return the facts about a tensor."""
+        return cls(
+            name=tensor.name,
+            shape=tensor.shape,
+            dtype_name=tensor.dtype,
+            stored_dtype_name=tensor.dtype,
+            layout=tensor.layout,
+            nbytes=tensor.nbytes,
+            content_digest=tensor.content,
+            tensor=tensor,
+            max_gap=max_gap,
+            max_nbytes=max_nbytes,
+        )
+
     @property
+    @override
     def chunks(self) -> list[ChunkInfo]:
-        """As `TensorInfo.chunks`."""
         return [
             ChunkInfo(piece.region, f"{piece.file}@{piece.offset}", digest=None, client=None)
             for piece in self.tensor.pieces
         ]
 
     @property
+    @override
     def codec(self) -> str:
-        """As `TensorInfo.codec`."""
         return NO_CODEC
 
     @property
+    @override
     def num_chunks(self) -> int:
-        """As `TensorInfo.num_chunks`."""
         return len(self.tensor.pieces)
 
     @property
+    @override
     def is_whole(self) -> bool:
-        """As `TensorInfo.is_whole`."""
         return self.tensor.is_whole
 
     @property
+    @override
     def max_chunk_nbytes(self) -> int:
-        """As `TensorInfo.max_chunk_nbytes`: a piece is read a span at a time."""
+        # A piece is read a span at a time.
         return min(self.tensor.nbytes, self.max_nbytes)
 
     @property
@@ -237,40 +256,28 @@ class PieceChunks:
         return max(self.tensor.pieces, key=lambda piece: piece.region.numel, default=None)
 
     @property
+    @override
     def chunk_shape(self) -> tuple[int, ...]:
-        """As `TensorInfo.chunk_shape`."""
         return (
             tuple(max(1, size) for size in self.tensor.shape) if self._largest is None else self._largest.region.shape
         )
 
     @property
+    @override
     def block_shape(self) -> tuple[int, ...]:
-        """As `TensorInfo.block_shape`: any range of bytes can be read."""
+        # Any range of bytes can be read.
         return (1,) * len(self.tensor.shape)
 
     @property
+    @override
     def row_dim(self) -> int:
-        """As `TensorInfo.row_dim`: the dim with the largest stride."""
+        # It is the dim with the largest stride.
         if self._largest is None:
             return 0
         shape, strides = self._largest.region.shape, self._largest.element_strides
         return max(range(len(shape)), key=lambda dim: (shape[dim] > 1, strides[dim], -dim), default=0)
 
+    @override
     def read_nbytes(self, region: Region) -> int:
-        """As `TensorInfo.read_nbytes`."""
         spans = plan_spans(self.tensor, [region], max_gap=self.max_gap, max_nbytes=self.max_nbytes)
         return sum(span.nbytes for span in spans)
-
-
-def info_of(tensor: PieceTensor, stored: PieceChunks) -> TensorInfo:
-    """Return the facts about a tensor that is made of pieces."""
-    return TensorInfo(
-        name=tensor.name,
-        shape=tensor.shape,
-        dtype_name=tensor.dtype,
-        stored_dtype_name=tensor.dtype,
-        layout=tensor.layout,
-        nbytes=tensor.nbytes,
-        content_digest=tensor.content,
-        _stored=stored,
-    )
