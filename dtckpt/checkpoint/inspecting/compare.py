@@ -27,7 +27,7 @@ from dtckpt.checkpoint.inspecting.difference import (
     TensorFacts,
 )
 from dtckpt.checkpoint.inspecting.element_differences import ElementDifferences
-from dtckpt.checkpoint.inspecting.read_batches import DEFAULT_MAX_MEMORY, BatchBudget, Piece, cut_pieces, read_ahead
+from dtckpt.checkpoint.inspecting.read_batches import DEFAULT_MAX_MEMORY, BatchBudget, Slab, cut_pieces, read_ahead
 from dtckpt.checkpoint.inspecting.selection import Selection
 from dtckpt.checkpoint.inspecting.tensor_comparison import Reads, TensorComparison, compare_tensors
 from dtckpt.checkpoint.inspecting.tree_leaves import VALUE, Leaf, tree_leaves
@@ -124,7 +124,7 @@ class Comparison:
                 yield Difference(tensor.path, DifferenceKind.UNKNOWN, reason=reason)
 
 
-def _pieces(reads: Sequence[TensorComparison], budget: BatchBudget) -> Iterator[Piece]:
+def _pieces(reads: Sequence[TensorComparison], budget: BatchBudget) -> Iterator[Slab]:
     for tensor in reads:
         for region in tensor.regions:
             yield from cut_pieces(tensor.path, tensor.infos, Selection.of(region), budget)

@@ -41,7 +41,7 @@ _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class Slab:
     """A part of the tensors that are read side by side.
 
     Args:
@@ -60,7 +60,7 @@ class Piece:
         return self.selection.region
 
 
-Loaded = Iterator[tuple[Piece, tuple[np.ndarray[Any, Any], ...]]]
+Loaded = Iterator[tuple[Slab, tuple[np.ndarray[Any, Any], ...]]]
 """Pieces with the elements of their regions as they are stored, one array per checkpoint."""
 
 
@@ -106,13 +106,13 @@ def _read_nbytes(info: TensorInfo) -> int:
     return 2 * info.max_chunk_nbytes if info.codec != NO_CODEC else min(info.max_chunk_nbytes, _SPAN_NBYTES)
 
 
-def cut_pieces(path: str, infos: tuple[TensorInfo, ...], selection: Selection, budget: BatchBudget) -> Iterator[Piece]:
+def cut_pieces(path: str, infos: tuple[TensorInfo, ...], selection: Selection, budget: BatchBudget) -> Iterator[Slab]:
     """Cut a selection of some tensors into pieces that fit into a batch."""
     itemsize = max(DTYPES[info.stored_dtype_name].itemsize for info in infos)
-    return (Piece(path, infos, piece) for _, piece in selection.pieces(infos[0].shape, itemsize, budget.batch))
+    return (Slab(path, infos, piece) for _, piece in selection.pieces(infos[0].shape, itemsize, budget.batch))
 
 
-def read_ahead(checkpoints: Sequence[Checkpoint], pieces: Iterable[Piece], budget: BatchBudget) -> Loaded:
+def read_ahead(checkpoints: Sequence[Checkpoint], pieces: Iterable[Slab], budget: BatchBudget) -> Loaded:
     """Read pieces, and yield them in order. The arrays of a piece are valid until the next one is asked for.
 
     Blocks: on storage.
@@ -123,7 +123,7 @@ def read_ahead(checkpoints: Sequence[Checkpoint], pieces: Iterable[Piece], budge
     """
     memory = deque([np.empty(budget.batch + _ALIGNMENT * MAX_BATCH, np.uint8) for _ in checkpoints] for _ in range(2))
 
-    def read(side: int, batch: Sequence[Piece], buffer: npt.NDArray[np.uint8]) -> list[np.ndarray[Any, Any]]:
+    def read(side: int, batch: Sequence[Slab], buffer: npt.NDArray[np.uint8]) -> list[np.ndarray[Any, Any]]:
         arrays = _arrays([(piece.infos[side], piece.region) for piece in batch], buffer)
         requests = [
             (piece.infos[side].name, [(piece.region, array)]) for piece, array in zip(batch, arrays, strict=True)
@@ -131,7 +131,7 @@ def read_ahead(checkpoints: Sequence[Checkpoint], pieces: Iterable[Piece], budge
         checkpoints[side].read_all(requests, max_in_flight=budget.in_flight)
         return arrays
 
-    waiting: deque[tuple[Sequence[Piece], list[Future[list[np.ndarray[Any, Any]]]]]] = deque()
+    waiting: deque[tuple[Sequence[Slab], list[Future[list[np.ndarray[Any, Any]]]]]] = deque()
     with Pool(len(checkpoints), "dtckpt-read-ahead") as pool:
         for batch in _batches(pieces, budget.batch):
             if len(waiting) == 2:
@@ -142,13 +142,13 @@ def read_ahead(checkpoints: Sequence[Checkpoint], pieces: Iterable[Piece], budge
             yield from _loaded(*waiting.popleft())
 
 
-def _loaded(batch: Sequence[Piece], reads: Sequence[Future[list[np.ndarray[Any, Any]]]]) -> Loaded:
+def _loaded(batch: Sequence[Slab], reads: Sequence[Future[list[np.ndarray[Any, Any]]]]) -> Loaded:
     return zip(batch, zip(*(read.result() for read in reads), strict=True), strict=True)
 
 
-def _batches(pieces: Iterable[Piece], max_nbytes: int) -> Iterator[list[Piece]]:
+def _batches(pieces: Iterable[Slab], max_nbytes: int) -> Iterator[list[Slab]]:
     """Gather pieces, up to a bound on the bytes of each checkpoint."""
-    batch: list[Piece] = []
+    batch: list[Slab] = []
     room = max_nbytes
     for piece in pieces:
         nbytes = piece.region.numel * max(DTYPES[info.stored_dtype_name].itemsize for info in piece.infos)
