@@ -240,7 +240,8 @@ class PieceFiles(CheckpointFiles):
     def _read_bytes(self, name: str, start: int, stop: int) -> bytes:
         """Return bytes of a file; fewer where it ends before. Raises: as `_file`."""
         if self._is_local:
-            return os.pread(self._file(name).descriptor, stop - start, start)
+            file = self._file(name)  # a name for it, because it closes as soon as nothing refers to it
+            return os.pread(file.descriptor, stop - start, start)
         return self._folder.read(name, start, stop)
 
     def _read_remote(self, reads: Iterable[_SpanRead], max_in_flight: int | None) -> Iterator[int]:

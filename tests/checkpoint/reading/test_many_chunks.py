@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import dtckpt
+from dtckpt.storage import byte_ranges
 
 SIDE = 4
 
@@ -67,3 +68,11 @@ def test_twice_the_chunks_take_twice_the_calls(tmp_path, work):
     work(tmp_path / "few")  # imports
     few, many = (_count_calls(lambda path=path: work(path)) for path in (tmp_path / "few", tmp_path / "many"))
     assert many < 5 * few
+
+
+def test_no_file_is_closed_while_it_is_read(tmp_path, monkeypatch):
+    """Two threads may open a file at one time, and only one of the two stays in the list of open files."""
+    monkeypatch.setattr(byte_ranges, "MAX_OPEN_FILES", 0)
+    _write(tmp_path / "few", 3, 3)
+    _verify(tmp_path / "few")
+    _restore(tmp_path / "few")
