@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
+from dtckpt.checkpoint.saving.construction import Merge
+from dtckpt.checkpoint.saving.merge import remove_working_files
 from dtckpt.checkpoint.saving.plan import SavePlan
 from dtckpt.checkpoint.saving.write import CHUNKS_NAME, ClientWriter, Source
 from dtckpt.errors import (
@@ -247,22 +248,11 @@ class SharedAttempt:
             attempt = DirectoryAttempt(staging)
             if not is_merged:
                 self._forget_merge()
-                complete = Manifest(
-                    kvstore=self._options.kvstore,
-                    arrays={},
-                    tree=tree,
-                    job="reshard",
-                    num_clients=self._worker.count,
-                    attempt=self.token,
-                    raw_bits=bool(self._options.raw_bits),
-                )
-                is_durable = self._options.fsync
-                merge_clients(self._plan, attempt.folder, self._chunk_lists(), complete, is_durable=is_durable)
+                chunk_lists, count = self._chunk_lists(), self._worker.count
+                merge = Merge(plan=self._plan, chunk_lists=chunk_lists, tree=tree, job="reshard", num_clients=count)
+                merge.run(attempt, self._options)
                 self._remove_first_mark()
-            remove_working_files(attempt.folder, self._remaining(), has_moves=False)
-            with translate_errors("remove the marks of parts", self._path):
-                for index in self._remaining():
-                    (attempt.folder / client_folder(index)).remove([MARK_NAME])
+            remove_working_files(attempt.folder, self._remaining(), has_moves=False, names=[MARK_NAME])
             attempt.commit(overwrite=self._options.overwrite, is_durable=self._options.fsync)
 
     def _forget_merge(self) -> None:

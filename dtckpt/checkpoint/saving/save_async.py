@@ -11,12 +11,11 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.saving import save_handle
-from dtckpt.checkpoint.saving.attempt import BegunSave, SaveAttempt
-from dtckpt.checkpoint.saving.buckets import BucketSource, stage_in_buckets
 from dtckpt.checkpoint.saving.plan import SavePlan
 from dtckpt.checkpoint.saving.report import SaveReport
+from dtckpt.checkpoint.saving.save import BegunSave, SaveAttempt
 from dtckpt.checkpoint.saving.save_handle import SaveHandle, SaveProgress, SaveStats
-from dtckpt.checkpoint.saving.staging import StagingMemory
+from dtckpt.checkpoint.saving.staging import BucketSource, StagingMemory, stage_in_buckets
 from dtckpt.checkpoint.saving.state import State, state_of_tree
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.saving.attempt import SaveAttempt
 from dtckpt.checkpoint.saving.plan import Holding, TensorPlan, TensorSpec
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.checkpoint.saving.report import SaveReport
+from dtckpt.checkpoint.saving.save import SaveAttempt
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
