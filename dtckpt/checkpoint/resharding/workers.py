@@ -183,12 +183,7 @@ class SharedAttempt:
                 # Leftovers of an earlier process of this worker, which is dead: the lock was free.
                 for name in folder.names():
                     folder.remove_tree(name)
-            written = 0
-
-            def count(nbytes: int) -> None:
-                nonlocal written
-                written += nbytes
-
+            written: list[int] = []
             writer = ClientWriter(
                 self._plan,
                 DirectoryAttempt(staging),
@@ -196,11 +191,11 @@ class SharedAttempt:
                 clients=range(self._worker.count),
                 source=source,
                 options=replace(self._options, check_replicas=False),  # there is one copy of everything
-                count=count,
+                count=written.append,
             )
             writer.write()
             self._leave_mark(folder.read(CHUNKS_NAME))
-            return written
+            return sum(written)
 
     def _leave_mark(self, chunk_list: bytes) -> None:
         """Mark the part as finished. The mark is written last, and appears whole or not at all."""
