@@ -142,16 +142,16 @@ class SharedAttempt:
         """
         if self.check_target():
             return self._report(0)
-        staging = commit_by_rename.begin_shared(self._target, self.token)
+        attempt = DirectoryAttempt(commit_by_rename.begin_shared(self._target, self.token))
         nbytes = 0
         try:
-            nbytes = self._write_part(staging, source)
-            self._commit(staging, tree)
+            nbytes = self._write_part(attempt, source)
+            self._commit(attempt, tree)
         except (FileNotFoundError, StorageError):
             if not self.is_committed():  # else another worker was faster, and has moved everything into place
                 raise
         if self.is_committed():
-            commit_by_rename.abandon(staging)  # made after another process of this worker had finished
+            attempt.abandon()  # made after another process of this worker had finished
         return self._report(nbytes)
 
     def _report(self, nbytes: int) -> PartReport:
@@ -160,7 +160,7 @@ class SharedAttempt:
 
     # --- a part -------------------------------------------------------------------------------------------------
 
-    def _write_part(self, staging: commit_by_rename.WorkingDirectory, source: Source) -> int:
+    def _write_part(self, attempt: DirectoryAttempt, source: Source) -> int:
         folder = self._folder / client_folder(self._worker.index)
         own = folder.path
         with translate_errors("create the worker's folder", own):
@@ -186,7 +186,7 @@ class SharedAttempt:
             written: list[int] = []
             writer = ClientWriter(
                 self._plan,
-                DirectoryAttempt(staging),
+                attempt,
                 client=self._worker.index,
                 clients=range(self._worker.count),
                 source=source,
@@ -235,12 +235,11 @@ class SharedAttempt:
 
     # --- the commit ---------------------------------------------------------------------------------------------
 
-    def _commit(self, staging: commit_by_rename.WorkingDirectory, tree: bytes) -> None:
+    def _commit(self, attempt: DirectoryAttempt, tree: bytes) -> None:
         with lock_directory(self._path) as is_mine:
             is_merged = self._is_merged()
             if not is_mine or self.is_committed() or (self._missing() and not is_merged):
                 return  # a worker that still writes its part, or that is committing, does it
-            attempt = DirectoryAttempt(staging)
             if not is_merged:
                 self._forget_merge()
                 chunk_lists, count = self._chunk_lists(), self._worker.count

@@ -145,10 +145,10 @@ class Construction:
 
     def abandon(self) -> None:
         """Remove what is under construction; harmless after a commit."""
-        if self.led is not None:
-            self.led.abandon()
-        self.sweep()
-        self._alive.close()
+        with self._alive:
+            if self.led is not None:
+                self.led.abandon()
+            self.sweep()
 
     def sweep(self) -> None:
         """Remove a folder that late writes of this client made again, after the leader had taken it away."""

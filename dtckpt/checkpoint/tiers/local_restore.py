@@ -149,7 +149,7 @@ def copy_anew(session: TierSession, held: HeldSave, damaged: Collection[PartCopy
     """
     joined, folder, replicator, save = session.joined, session.folder, session.replicator, held.save
     own = joined.own_host
-    replicator.go_back(save, session.newest_number)
+    replicator.go_back(save, session.newest)
     copies = list(copies_to_make(held, joined.placement, damaged))
     session.expected.expect(save, (client for client, _, receiver in copies if receiver == own.name))
     mine = [

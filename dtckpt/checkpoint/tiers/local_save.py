@@ -256,7 +256,7 @@ def _begin(session: TierSession, request: SaveRequest, collective: Collective) -
     votes = {each: BeginVote.from_bytes(data) for each, data in agreed.payloads.items()}
     save = votes[collective.leader].save
     assert save is not None  # noqa: S101  the leader names it
-    session.note_number(save.number)
+    session.newest = save.number
     return Begun(
         save=save,
         joined=joined,

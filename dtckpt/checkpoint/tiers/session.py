@@ -110,6 +110,7 @@ class TierSession:
         replicator: Sends copies of this client's parts.
         expected: The copies that come to this host.
         root: The identity of the root; if storage does not say it, that of the newest save.
+        newest: The number of the newest save that is known.
     """
 
     def __init__(self, tier: LocalTier, root: str) -> None:
@@ -121,7 +122,7 @@ class TierSession:
         self._server: PartServer | None = None
         self._joined: Joined | None = None
         self._logged_placement: Placement | None = None
-        self._newest = 0
+        self.newest = 0
 
     @property
     def has_joined(self) -> bool:
@@ -160,7 +161,7 @@ class TierSession:
         server.open(of_leader["token"])
         found = held_saves({host: HostParts.from_text(fact["parts"]) for host, fact in of_host.items()})
         self.root = root.identity_for([held.save for held in found], of_leader["new_root"], is_save=is_save)
-        self._newest = max([self._newest, root.newest, *(held.save.number for held in found)])
+        self.newest = max([self.newest, root.newest, *(held.save.number for held in found)])
         held = [each for each in found if each.save.belongs_to(self.root)]
         self._joined = Joined(
             tier=self.tier,
@@ -241,17 +242,8 @@ class TierSession:
 
         By the clock, unless it is behind that of a former job. On client 0.
         """
-        self.note_number(max(time.time_ns(), self._newest + 1))
-        return self._newest
-
-    def note_number(self, number: int) -> None:
-        """Note the number of the newest save."""
-        self._newest = number
-
-    @property
-    def newest_number(self) -> int:
-        """The number of the newest save that is known."""
-        return self._newest
+        self.newest = max(time.time_ns(), self.newest + 1)
+        return self.newest
 
     def close(self, *, has_failed: bool) -> None:
         """End the server, when the copies under way are made: those of this client, and those for this host.

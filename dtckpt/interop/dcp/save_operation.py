@@ -46,9 +46,8 @@ class SaveOperation:
         """Begin the attempt; return the token that the other ranks join it by."""
         validate_target(self.target, options, [options.codec] if options.codec else [])
         warn_of_replacement(self.target)
-        token = self._construction.lead(Config.from_environ().attempt, incarnation())
         self._finalizer = weakref.finalize(self, _abandon, self._construction)
-        return token
+        return self._construction.lead(Config.from_environ().attempt, incarnation())
 
     @contextmanager
     def joined(self, token: str) -> Iterator[CommitAttempt]:
