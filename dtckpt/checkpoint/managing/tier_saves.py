@@ -166,7 +166,7 @@ class TierSaves:
             self._note_taken(step, is_told=is_leader)
             # For the coordinator's status page, until the client does something else.
             coordination.heartbeat(Progress(HELD, step))
-            save, staged, noted = begun.save, begun.staged_state, begun.metrics
+            save, staged, noted = begun.save, begun.agreed.state, begun.metrics
             options = replace(self._options, check_replicas=begun.has_compared)
             self._write_last, self._last = lambda: write_durable(save, lambda: staged, noted, options), save.name
             # The save's name tells all clients the decision of client 0.

@@ -56,7 +56,6 @@ class Proposal:
 
     Args:
         state: The client's state, in the tensors' own memory.
-        clients: The clients that save.
         options: See `SaveOptions`.
         text: The client's description.
         digest: Digest of the description.
@@ -65,7 +64,6 @@ class Proposal:
     """
 
     state: State
-    clients: tuple[int, ...]
     options: SaveOptions
     text: bytes
     digest: int
@@ -77,8 +75,7 @@ class Proposal:
         """Describe and plan a state. The others probably pass what they passed before, or what this client does."""
         # Alone, a client compares its description with nobody's.
         text, digest = described(state.specs, state.values) if len(clients) > 1 else (b"", 0)
-        plan = _latest_union(digest) or kept_plan(passed_by_all(state.specs, clients), options.chunk_nbytes)
-        return cls(state, clients, options, text, digest, plan)
+        return cls(state, options, text, digest, _latest_union(digest) or _plan_if_same(state, clients, options))
 
     def summary(self, path: str = "", token: str = "") -> Summary:
         """Return the client's vote.
@@ -91,27 +88,12 @@ class Proposal:
         options = replace(self.options, progress=False)  # one client alone may show its progress
         return Summary.of(path, token, self.digest, self.state.tree, options, unions=tuple(_kept))
 
-    def plan_of_all(self) -> SavePlan:
-        """Return the plan if all clients pass the same."""
-        return kept_plan(passed_by_all(self.state.specs, self.clients), self.options.chunk_nbytes)
-
     def staged_by(self, stage: Stage) -> Proposal:
         """Stage the state as planned; keep an error for this client's next round."""
         try:
             return replace(self, staged=stage(self.state, self.plan))
         except Exception as error:
             return replace(self, staged=error)
-
-    def staged_state(self) -> State:
-        """Return the staged state.
-
-        Raises:
-            Exception: The error of this client's staging.
-        """
-        if isinstance(self.staged, Exception):
-            raise self.staged
-        assert self.staged is not None  # noqa: S101  `agree` has staged it
-        return self.staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,20 +210,26 @@ class Agreement:
 class Agreed:
     """What all clients of a save have agreed on, as one of them has it.
 
+    It does not refer to the caller's tensors if the state was staged.
+
     Args:
         agreement: What the clients said of what they save.
-        proposal: This client's proposal, with the agreed plan.
+        plan: What all clients write.
+        staged: This client's staged state, or the error of its staging, on which no round depends.
         payloads: Every client's payload of the first round.
     """
 
     agreement: Agreement
-    proposal: Proposal
+    plan: SavePlan
+    staged: State | Exception
     payloads: Mapping[int, bytes]
 
     @property
-    def plan(self) -> SavePlan:
-        """What all clients write."""
-        return self.proposal.plan
+    def state(self) -> State:
+        """This client's staged state. Raises: Exception: This client could not stage it."""
+        if isinstance(self.staged, Exception):
+            raise self.staged
+        return self.staged
 
 
 def agree(
@@ -257,7 +245,7 @@ def agree(
     """Agree with the other clients on what is saved, and stage it while they are waited for.
 
     Collective: Round ``begin``; and ``described`` and ``united`` where clients save different things for the first
-    time. Only `Proposal.staged` says whether this client could stage its state.
+    time. Only `Agreed.staged` says whether this client could stage its state.
 
     Args:
         collective: The operation.
@@ -278,7 +266,8 @@ def agree(
     if plan is not proposal.plan:
         # What was staged while the others were waited for is not what this client writes.
         proposal = replace(proposal, plan=plan, staged=None).staged_by(stage)
-    return Agreed(agreement, proposal, payloads)
+    assert proposal.staged is not None  # noqa: S101  the state, or an error
+    return Agreed(agreement, plan, proposal.staged, payloads)
 
 
 def _agreed_plan(
@@ -290,7 +279,7 @@ def _agreed_plan(
 ) -> SavePlan:
     """Return the plan of what all clients pass. If it is new, they read each other's texts, and keep the plan."""
     if agreement.is_same:
-        return proposal.plan_of_all()
+        return _plan_if_same(proposal.state, collective.participants, proposal.options)
     if not agreement.needs_exchange:
         return _take_union(agreement.union)
 
@@ -310,6 +299,11 @@ def _agreed_plan(
         raise planned
     _keep_union(agreement.union, proposal.digest, planned)
     return planned
+
+
+def _plan_if_same(state: State, clients: tuple[int, ...], options: SaveOptions) -> SavePlan:
+    """Return the plan if all clients pass the same."""
+    return kept_plan(passed_by_all(state.specs, clients), options.chunk_nbytes)
 
 
 # --- texts ------------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from dtckpt.checkpoint.saving import save_handle
 from dtckpt.checkpoint.saving.agree import (
     DESCRIPTION_NAME,
     TREE_NAME,
+    Agreed,
     Agreement,
     Proposal,
     agree,
@@ -212,7 +213,7 @@ class SaveAttempt:
             agreed = agree(
                 collective, lambda: self._propose(construction), self._copy, read, step=self._step, show=show
             )
-            plan, staged = agreed.plan, agreed.proposal.staged
+            plan, staged = agreed.plan, agreed.staged
             validate_all_used(tuple(rule[0] for rule in self._options.stored_dtypes), plan)
             validate_rules_used(self._options, plan)
             if isinstance(staged, Exception):
@@ -225,9 +226,7 @@ class SaveAttempt:
                 job=self._member.job,
                 extra_files=self._extra_files,
                 collective=collective,
-                plan=plan,
-                state=agreed.proposal.staged_state(),
-                agreement=agreed.agreement,
+                agreed=agreed,
                 construction=construction,
             )
 
@@ -270,17 +269,13 @@ def _fail(error: Exception) -> None:
 class BegunSave:
     """A save on which all clients have agreed; `complete` writes and commits it.
 
-    It does not refer to the caller's tensors if the state was staged.
-
     Args:
         path: The path that the caller gave.
         options: See `SaveOptions`.
         job: Name of the job.
         extra_files: Files, by name, that the leader adds to the checkpoint.
         collective: The operation, after its first round.
-        plan: What all clients write.
-        state: This client's state.
-        agreement: What the clients said of what they save.
+        agreed: What all clients have agreed on.
         construction: What this client has under construction.
     """
 
@@ -289,9 +284,7 @@ class BegunSave:
     job: str
     extra_files: Mapping[str, bytes]
     collective: Collective
-    plan: SavePlan
-    state: State
-    agreement: Agreement
+    agreed: Agreed
     construction: Construction
 
     @property
@@ -301,14 +294,14 @@ class BegunSave:
 
     def complete(self) -> SaveReport:
         """Write and commit. Collective: barriers ``save/edges`` (where needed), ``save/written``, ``save/merged``."""
-        construction, collective, plan = self.construction, self.collective, self.plan
+        construction, collective, plan = self.construction, self.collective, self.agreed.plan
         with construction.ended():
             writer = ClientWriter(
                 plan,
-                construction.join(self.agreement.token),
+                construction.join(self.agreed.agreement.token),
                 client=collective.client,
                 clients=collective.participants,
-                source=self.state.source,
+                source=self.agreed.state.source,
                 options=self.options,
                 count=collective.phases.count,
             )
@@ -325,12 +318,12 @@ class BegunSave:
             writer.hand_over()
 
     def _write(self, writer: ClientWriter) -> bytes:
-        trees, construction = self.agreement.trees, self.construction
+        agreement, construction = self.agreed.agreement, self.construction
         with construction.takeover_explained():
             # Where descriptions were exchanged, so were the trees.
-            if len(trees) > 1 and not self.agreement.needs_exchange:
-                attempt = construction.join(self.agreement.token)
-                put_text(attempt, self.collective.client, TREE_NAME, trees, self.state.tree)
+            if len(agreement.trees) > 1 and not agreement.needs_exchange:
+                attempt = construction.join(agreement.token)
+                put_text(attempt, self.collective.client, TREE_NAME, agreement.trees, self.agreed.state.tree)
             digest = writer.write()
         return Written(digest, self.collective.phases.costs).to_bytes()
 
@@ -340,7 +333,7 @@ class BegunSave:
         Args:
             payloads: What each client said when it had written its part.
         """
-        construction, agreement = self.construction, self.agreement
+        construction, agreement = self.construction, self.agreed.agreement
         if construction.led is None:
             return
         written = {client: Written.from_bytes(data) for client, data in payloads.items()}
@@ -350,9 +343,9 @@ class BegunSave:
         with construction.takeover_explained():
             tree = self._united_tree(construction.led.folder)
             self._write_extra_files(construction.led.folder)
-            contents = self.state.contents()
+            contents = self.agreed.state.contents()
         merge = Merge(
-            plan=self.plan,
+            plan=self.agreed.plan,
             chunk_lists={client: part.chunk_list for client, part in written.items()},
             tree=tree,
             job=self.job,
@@ -365,9 +358,10 @@ class BegunSave:
 
     def _united_tree(self, root: Folder) -> bytes:
         """Return the union of all clients' trees."""
-        if len(self.agreement.trees) == 1:
-            return self.state.tree
-        return unite_trees(read_all(TREE_NAME, self.agreement.trees, partial(read_text, root)))
+        trees = self.agreed.agreement.trees
+        if len(trees) == 1:
+            return self.agreed.state.tree
+        return unite_trees(read_all(TREE_NAME, trees, partial(read_text, root)))
 
     def _write_extra_files(self, root: Folder) -> None:
         for name, data in self.extra_files.items():

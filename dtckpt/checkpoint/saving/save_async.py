@@ -141,7 +141,7 @@ def start_save(
         begun = attempt.begin()
         # If the save cannot begin, the stack releases the locks; from here on the background thread does.
         locks = stack.pop_all()
-    buckets = begun.state.source if isinstance(begun.state.source, BucketSource) else None
+    buckets = source if isinstance(source := begun.agreed.state.source, BucketSource) else None
     # The time for which the program, and so training, stood still.
     blocking_s = time.monotonic() - start
     # The locks are released before ``then`` is called: other saves need not wait for the removal of old checkpoints.

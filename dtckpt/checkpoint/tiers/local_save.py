@@ -28,7 +28,7 @@ import numpy as np
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.leaves import host_array
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.saving.agree import Proposal, agree
+from dtckpt.checkpoint.saving.agree import Agreed, Proposal, agree
 from dtckpt.checkpoint.saving.plan import SavePlan
 from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
@@ -78,7 +78,7 @@ class Begun:
     Args:
         save: Its identity.
         joined: What the clients knew of each other's hosts when it began.
-        proposal: This client's state, as it is staged in the tier.
+        agreed: What all clients have agreed on, and this client's state in the tier.
         file: The file that holds it.
         metrics: The metrics of the step, on client 0.
         protected: By client, the newest saves that had all copies of the client's part.
@@ -88,22 +88,12 @@ class Begun:
 
     save: SaveId
     joined: Joined
-    proposal: Proposal
+    agreed: Agreed
     file: SaveFile
     metrics: Mapping[str, float]
     protected: Mapping[int, Sequence[SaveId]]
     is_agreed: bool
     has_compared: bool
-
-    @property
-    def plan(self) -> SavePlan:
-        """What all clients write."""
-        return self.proposal.plan
-
-    @property
-    def staged_state(self) -> State:
-        """The state in the tier. Raises: DtckptError: This client could not copy it."""
-        return self.proposal.staged_state()
 
 
 class SaveFile:
@@ -201,7 +191,7 @@ def save_in_tier(
 
     def complete() -> SaveReport:
         _hold(session, begun, collective)
-        return SaveReport(path, begun.plan.nbytes, collective.phases.costs)
+        return SaveReport(path, begun.agreed.plan.nbytes, collective.phases.costs)
 
     handle.launch(complete, locks, lambda ended: then(begun, ended))
     return handle
@@ -260,7 +250,7 @@ def _begin(session: TierSession, request: SaveRequest, collective: Collective) -
     return Begun(
         save=save,
         joined=joined,
-        proposal=agreed.proposal,
+        agreed=agreed,
         file=file,
         metrics=request.metrics,
         protected={each: vote.protected for each, vote in votes.items()},
@@ -300,17 +290,17 @@ def _hold(session: TierSession, begun: Begun, collective: Collective) -> None:
 
     Collective: Over all clients; barriers ``local/staged`` and ``local/held``.
     """
-    save, plan, client, folder = begun.save, begun.plan, collective.client, session.folder
+    save, plan, client, folder = begun.save, begun.agreed.plan, collective.client, session.folder
     host = session.tier.host_name
 
     def check_staged() -> None:
-        _ = begun.staged_state
+        _ = begun.agreed.state
 
     def put() -> tuple[PartIndex, bytes]:
         file = begun.file.take(plan)
         near = near_copies(plan, client, begun.joined.neighbours)
-        tensors, pieces, copies = described_pieces(begun.staged_state, plan, file, client, near)
-        tree = begun.proposal.state.tree
+        tensors, pieces, copies = described_pieces(begun.agreed.state, plan, file, client, near)
+        tree = begun.agreed.state.tree
         index = PartIndex(save, client, file.nbytes, tree, tensors, pieces, begun.metrics, copies)
         folder.put(file, index, index.to_bytes(), is_voted=False)
         return index.without_copies(), b""
@@ -335,7 +325,7 @@ def _copy(session: TierSession, begun: Begun, index: PartIndex) -> None:
     session.expected.expect(save, (client for info in senders for client in info.clients))
     peers = [joined.peer(other) for other in joined.placement.partners(host)]
     unpin = session.folder.pin(save)
-    data = begun.file.take(begun.plan).view[: index.nbytes]
+    data = begun.file.take(begun.agreed.plan).view[: index.nbytes]
     protect = partial(session.replicator.protect, save)
     copy = Copy(save, joined.client, index.to_bytes(), data, peers, unpin, protect, begun.is_agreed)
     session.replicator.submit(copy)

@@ -135,7 +135,7 @@ def write_status(folder: Folder, session: TierSession, begun: Begun) -> None:
         clients={host: info.clients for host, info in joined.hosts.items()},
         copies=joined.placement.copies,
         saves=tuple(held_saves(parts)),
-        nbytes=begun.plan.nbytes,
+        nbytes=begun.agreed.plan.nbytes,
         rate=sender.nbytes_sent / sender.seconds if sender.seconds else 0.0,
     )
     folder.make()  # again, if somebody has removed it
