@@ -25,7 +25,7 @@ from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.resharding.checkpoint_source import CheckpointSource, Progress
-from dtckpt.checkpoint.resharding.source_plan import MIN_CHUNK_NBYTES, Budget, saved_only, validate_memory
+from dtckpt.checkpoint.resharding.reshard_plan import MIN_CHUNK_NBYTES, Budget, saved_only, validate_memory
 from dtckpt.checkpoint.restoring.layout_choice import Layouts, choose_layout
 from dtckpt.checkpoint.restoring.rename_rules import Rename
 from dtckpt.checkpoint.saving.plan import Holding, TensorSpec, copies_of, holdings_of, plan_save

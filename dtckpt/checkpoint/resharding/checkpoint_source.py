@@ -25,7 +25,7 @@ import numpy as np
 
 from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.resharding.source_plan import NUM_WINDOWS, Budget, windows_of
+from dtckpt.checkpoint.resharding.reshard_plan import NUM_WINDOWS, Budget, windows_of
 from dtckpt.checkpoint.resharding.windows import WINDOW_NBYTES
 from dtckpt.checkpoint.saving.plan import TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy

@@ -31,8 +31,7 @@ from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf, TiedLeaf, split
 from dtckpt.checkpoint.restoring.target_tree import TargetTree
 from dtckpt.checkpoint.restoring.targets import plan_target
 from dtckpt.checkpoint.restoring.unexpected import Unasked
-from dtckpt.checkpoint.saving.votes import Written
-from dtckpt.checkpoint.timing import find_slow
+from dtckpt.checkpoint.timing import Written, find_slow
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.dtensor.tensorflow_names import MeshLike, as_mesh

@@ -4,6 +4,7 @@ import collections
 import copy
 import datetime
 import enum
+import errno
 import gc
 import io
 import pickle
@@ -343,6 +344,20 @@ def test_a_failed_commit_leaves_the_old_checkpoint(tmp_path, monkeypatch):
             save({"a": torch.zeros(1)}, tmp_path / "saved")
     assert working_folders(tmp_path / "saved") == []
     assert dtckpt.restore(tmp_path / "saved")["a"].item() == 1.0
+
+
+def test_a_failure_right_after_the_rename_is_told_as_it_is(tmp_path, monkeypatch):
+    """Then the folder under construction is gone, as if another attempt had taken it away."""
+
+    def fail(path):
+        raise OSError(errno.EIO, "the disk is gone", str(path))
+
+    monkeypatch.setattr(commit_by_rename, "sync", fail)
+    with pytest.raises(dcp.CheckpointException) as error:
+        save({"w": torch.ones(2)}, tmp_path / "s")
+    assert isinstance(cause_of(error), StorageError)
+    assert "the disk is gone" in str(cause_of(error))
+    assert dtckpt.restore(tmp_path / "s")["w"].equal(torch.ones(2))
 
 
 @pytest.mark.parametrize("has_written", [False, True])
