@@ -1,16 +1,82 @@
-"""The charts of ``dtckpt simulate``: seconds of operations, bytes of links, and time lost by interval between saves."""
+"""The charts of ``dtckpt plot --kind traffic`` and ``dtckpt simulate``."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from dtckpt.checkpoint.simulating.report import LinkLoad, Operation, Simulation
 from dtckpt.cli.output import format_age
 from dtckpt.errors import format_nbytes
 from dtckpt.layout.svg import MUTED, PALETTE, WAIT, Picture
 
-_WIDTH, _EDGE, _LEFT, _BAR = 860.0, 24.0, 170.0, 22.0
+_EDGE = 24.0
+
+# --- traffic: bytes between devices as a matrix -----------------------------------------------------------------------
+
+MAX_CELLS = 64
+"""Rows and columns of a matrix, at most; of more devices, a cell stands for a block of them."""
+_LIGHT, _DARK = np.array([0xDE, 0xEB, 0xF7]), np.array([0x08, 0x30, 0x6B])
+_MATRIX_LEFT, _MATRIX_TOP = 84.0, 112.0
+
+
+def traffic_picture(matrix: npt.NDArray[np.int64], title: str, subtitle: str) -> str:
+    """Draw bytes from every device (rows) to every device (columns): the darker, the more."""
+    steps = [-(-size // MAX_CELLS) for size in matrix.shape]
+    rows, columns = (range(0, size, step) for size, step in zip(matrix.shape, steps, strict=True))
+    blocks = np.add.reduceat(np.add.reduceat(matrix, list(rows), axis=0), list(columns), axis=1)
+    cell = max(10.0, min(64.0, 640 / max(blocks.shape)))
+    width, height = len(columns) * cell, len(rows) * cell
+    picture = Picture(title, max(560.0, _MATRIX_LEFT + width + _EDGE), _MATRIX_TOP + height + 84)
+    picture.text(_EDGE, 36, title, "h")
+    picture.text(_EDGE, 56, subtitle, "s")
+    sides = f"from device (rows{_block_note(steps[0])}) to device (columns{_block_note(steps[1])})"
+    picture.text(_EDGE, _MATRIX_TOP - 32, sides, "s")
+    most = int(blocks.max(initial=0))
+    for at, row in enumerate(rows):
+        for to, column in enumerate(columns):
+            nbytes = int(blocks[at, to])
+            share = nbytes / most if most else 0.0
+            fill = "#f5f7fa" if not nbytes else _shade(share)
+            sender, receiver = _names(row, steps[0], matrix.shape[0]), _names(column, steps[1], matrix.shape[1])
+            tip = f"{sender} to {receiver}: {nbytes} bytes"
+            picture.rect(_MATRIX_LEFT + to * cell + 0.5, _MATRIX_TOP + at * cell + 0.5, cell - 1, cell - 1, fill, tip)
+            if nbytes and cell >= 60:
+                x, y = _MATRIX_LEFT + (to + 0.5) * cell, _MATRIX_TOP + (at + 0.5) * cell + 4
+                picture.text(
+                    x, y, format_nbytes(nbytes), "r", anchor="middle", fill="#ffffff" if share > 0.45 else "#1f2933"
+                )
+    for at in range(0, len(rows), max(1, round(18 / cell))):
+        picture.text(_MATRIX_LEFT - 8, _MATRIX_TOP + (at + 0.5) * cell + 4, str(rows[at]), "t", anchor="end")
+    for to in range(0, len(columns), max(1, round(34 / cell))):
+        picture.text(_MATRIX_LEFT + (to + 0.5) * cell, _MATRIX_TOP - 8, str(columns[to]), "t", anchor="middle")
+    for part in range(40):
+        picture.rect(_MATRIX_LEFT + part * 4, _MATRIX_TOP + height + 24, 4.5, 12, _shade(part / 39))
+    picture.text(_MATRIX_LEFT, _MATRIX_TOP + height + 54, "0", "t")
+    picture.text(_MATRIX_LEFT + 160, _MATRIX_TOP + height + 54, format_nbytes(most), "t", anchor="end")
+    return picture.svg()
+
+
+def _block_note(step: int) -> str:
+    return f", in blocks of {step}" if step > 1 else ""
+
+
+def _names(first: int, step: int, size: int) -> str:
+    last = min(first + step, size) - 1
+    return f"device {first}" if first == last else f"devices {first}-{last}"
+
+
+def _shade(share: float) -> str:
+    red, green, blue = (_LIGHT + (_DARK - _LIGHT) * share).round().astype(int).tolist()
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+# --- simulation: seconds of operations, bytes of links, and time lost by interval between saves -----------------------
+
+_WIDTH, _LEFT, _BAR = 860.0, 170.0, 22.0
 _CURVE_HEIGHT, _CURVE_COLUMNS = 150.0, 61
 _FILLS = {
     "device to host": PALETTE[0],
