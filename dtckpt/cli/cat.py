@@ -24,7 +24,7 @@ from dtckpt.cli.output import format_shape, open_progress, value_text, write_eve
 from dtckpt.errors import ConfigError, TensorNotFoundError, capped, printable
 
 if TYPE_CHECKING:
-    from dtckpt.checkpoint.inspecting.element_statistics import Statistics
+    from dtckpt.checkpoint.inspecting.elements import Statistics
     from dtckpt.checkpoint.inspecting.selection import Selection
     from dtckpt.checkpoint.reading.checkpoint import Checkpoint
     from dtckpt.checkpoint.reading.tensor_info import TensorInfo
@@ -61,7 +61,7 @@ def command(*, path: str, tensor: str, stats: bool, all_elements: bool, max_memo
     SLICE is one of NumPy: integers, start:stop:step and '...'. Only the chunks that it meets are read. Minimum,
     maximum, mean and standard deviation are those of the finite elements; of complex ones, magnitudes count.
     """
-    from dtckpt.checkpoint.inspecting.read_slice import read_elements
+    from dtckpt.checkpoint.inspecting.read_elements import read_elements
     from dtckpt.checkpoint.inspecting.selection import Selection
     from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
     from dtckpt.format.numbers import numbers_of
@@ -135,7 +135,7 @@ def _text(checkpoint: Checkpoint, info: TensorInfo, selection: Selection, *, is_
 
     import numpy as np
 
-    from dtckpt.checkpoint.inspecting.read_slice import read_edges, read_elements
+    from dtckpt.checkpoint.inspecting.read_elements import read_edges, read_elements
     from dtckpt.format.numbers import numbers_of
 
     shape = selection.shape
@@ -181,7 +181,7 @@ def _json(values: Any) -> Any:
 
 
 def _statistics(checkpoint: Checkpoint, info: TensorInfo, selection: Selection, max_memory: int) -> Statistics:
-    from dtckpt.checkpoint.inspecting.read_slice import read_statistics
+    from dtckpt.checkpoint.inspecting.read_elements import read_statistics
 
     nbytes = selection.region.numel * info.nbytes // max(1, math.prod(info.shape))
     with open_progress("reading", nbytes) as progress:

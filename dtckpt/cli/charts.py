@@ -8,10 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dtckpt.checkpoint.simulating.report import LinkLoad, Operation, Simulation
+from dtckpt.checkpoint.simulating.simulation import LinkLoad, SimulatedOperation, Simulation
 from dtckpt.cli.output import format_age
 from dtckpt.errors import format_nbytes
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.region import Region
 from dtckpt.layout.svg import MUTED, PALETTE, WAIT, Picture
+from dtckpt.redistribution.exchange_plan import plan_exchange
 
 _EDGE = 24.0
 
@@ -21,6 +24,33 @@ MAX_CELLS = 64
 """Rows and columns of a matrix, at most; of more devices, a cell stands for a block of them."""
 _LIGHT, _DARK = np.array([0xDE, 0xEB, 0xF7]), np.array([0x08, 0x30, 0x6B])
 _MATRIX_LEFT, _MATRIX_TOP = 84.0, 112.0
+
+
+def traffic(source: Layout, target: Layout, shape: tuple[int, ...], nbytes: int) -> npt.NDArray[np.int64]:
+    """Return the bytes from every device of the source (rows) to every device of the target (columns).
+
+    Devices with the same number in both meshes are one device. A device keeps elements that it needs and already holds.
+
+    Args:
+        source: The layout before.
+        target: The layout after.
+        shape: Global shape.
+        nbytes: Bytes of the whole tensor.
+    """
+    itemsize = nbytes // max(1, math.prod(shape))
+    matrix = np.zeros((source.mesh.size(), target.mesh.size()), np.int64)
+    rows, columns = source.mesh.offsets, target.mesh.offsets
+    for client in target.mesh.clients:
+        plan = plan_exchange(source, target, shape, client)
+        moves = [*plan.copies, *(move for moves in plan.receives.values() for move in moves)]
+        origins: dict[tuple[int, Region], list[int]] = {}
+        for move in moves:
+            matrix[rows.of(move.source), columns.of(move.target)] += move.region.numel * itemsize
+            origins.setdefault((move.target, move.region), []).append(move.source)
+        for move in plan.forwards:
+            for origin in origins[move.source, move.region]:
+                matrix[rows.of(origin), columns.of(move.target)] += move.region.numel * itemsize
+    return matrix
 
 
 def traffic_picture(matrix: npt.NDArray[np.int64], title: str, subtitle: str) -> str:
@@ -120,7 +150,7 @@ def simulation_picture(found: Simulation) -> str:
     return picture.svg()
 
 
-def _draw_seconds(picture: Picture, operations: Sequence[Operation], top: float) -> None:
+def _draw_seconds(picture: Picture, operations: Sequence[SimulatedOperation], top: float) -> None:
     picture.text(_EDGE, top - 20, "Seconds", "s")
     x = _LEFT
     for kind, fill in _FILLS.items():
@@ -138,7 +168,7 @@ def _draw_seconds(picture: Picture, operations: Sequence[Operation], top: float)
         picture.text(x + 8, y + 15, f"{each.seconds:.3g} s", "t")
 
 
-def _draw_links(picture: Picture, loads: Sequence[tuple[Operation, LinkLoad]], top: float) -> None:
+def _draw_links(picture: Picture, loads: Sequence[tuple[SimulatedOperation, LinkLoad]], top: float) -> None:
     picture.text(_EDGE, top - 20, "Bytes of the busiest link, and of all links of its kind", "s")
     most = max((load.max_nbytes for _, load in loads), default=1)
     for row, (operation, load) in enumerate(loads):

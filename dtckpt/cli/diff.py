@@ -37,7 +37,7 @@ from dtckpt.errors import format_nbytes, printable
 
 if TYPE_CHECKING:
     from dtckpt.checkpoint.inspecting.difference import Difference, DiffReport, Fact
-    from dtckpt.checkpoint.inspecting.element_differences import ElementDifferences, Extreme
+    from dtckpt.checkpoint.inspecting.elements import ElementDifferences, Extreme
 
 DIFFERENCES = ("missing", "extra", "type", "value", "shape", "dtype", "layout", "part", "elements", "file", "unknown")
 """A copy of the names in `dtckpt.checkpoint.inspecting.difference`, which is slow to import."""

@@ -48,7 +48,7 @@ def write_summary(text: str) -> None:
         write_line(text)
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """Progress of some work."""
 
     def advance(self, name: str, nbytes: int) -> None:
@@ -57,13 +57,13 @@ class Progress(Protocol):
 
 
 class _Silence:
-    """Progress that nobody wants to see."""
+    """ProgressDisplay that nobody wants to see."""
 
     def advance(self, name: str, nbytes: int) -> None:
         pass
 
 
-def open_progress(title: str, nbytes: int) -> AbstractContextManager[Progress]:
+def open_progress(title: str, nbytes: int) -> AbstractContextManager[ProgressDisplay]:
     """Return `progress_bar.open_progress`, or silent progress with ``--quiet``."""
     return nullcontext(_Silence()) if is_quiet() else progress_bar.open_progress(title, nbytes)
 

@@ -145,8 +145,7 @@ def _regions(
 def _traffic(
     checkpoint: Checkpoint, tensor: str | None, mesh: str | None, rules: LayoutRules | None
 ) -> tuple[str, dict[str, Any]]:
-    from dtckpt.checkpoint.inspecting.traffic import traffic
-    from dtckpt.cli.charts import traffic_picture
+    from dtckpt.cli.charts import traffic, traffic_picture
 
     if rules is None:
         raise ConfigError("the traffic of which reshard? give --mesh, and --layout, as to dtckpt reshard")

@@ -14,7 +14,7 @@ from dtckpt.cli.output import format_age, write_event, write_line, write_summary
 from dtckpt.errors import ConfigError, format_nbytes, printable
 
 if TYPE_CHECKING:
-    from dtckpt.checkpoint.simulating.report import Operation, Simulation
+    from dtckpt.checkpoint.simulating.simulation import SimulatedOperation, Simulation
 
 EPILOG = """\b
 Models:
@@ -125,8 +125,8 @@ def command(
     that you give; the time for planning is measured here.
     """
     from dtckpt.checkpoint.options import SaveOptions
-    from dtckpt.checkpoint.simulating.machine import Machine
     from dtckpt.checkpoint.simulating.simulate import simulate
+    from dtckpt.checkpoint.simulating.simulation import Machine
     from dtckpt.cli.arguments import parse_mesh, parse_rules
     from dtckpt.cli.charts import simulation_picture
     from dtckpt.cli.picture_files import validate_output, write_picture
@@ -239,7 +239,7 @@ def _axes(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
-def _rows(operation: Operation) -> list[tuple[str, ...]]:
+def _rows(operation: SimulatedOperation) -> list[tuple[str, ...]]:
     """Return the lines of an operation in the table: its parts on the left, its links on the right."""
     parts = [f"{seconds:.2f} {part}" for part, seconds in operation.parts.items()]
     links = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from dtckpt.checkpoint.inspecting.element_differences import ElementDifferences
+from dtckpt.checkpoint.inspecting.elements import ElementDifferences
 from dtckpt.layout.layout import Layout
 from dtckpt.storage.location import Location
 
