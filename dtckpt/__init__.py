@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.saving.save import save
     from dtckpt.checkpoint.saving.save_async import SaveHandle, save_async
     from dtckpt.checkpoint.shards import Shards
-    from dtckpt.checkpoint.simulating.machine import Machine
-    from dtckpt.checkpoint.simulating.report import Simulation
     from dtckpt.checkpoint.simulating.simulate import simulate
+    from dtckpt.checkpoint.simulating.simulation import Machine, Simulation
     from dtckpt.checkpoint.tensorflow.dtensor_checkpoint import DTensorCheckpoint
     from dtckpt.checkpoint.tensorflow.named_tensors import name_based_restore, name_based_save, sharded_save
     from dtckpt.checkpoint.tiers.local_restore import LocalRestore
@@ -141,9 +140,8 @@ _MODULES = {
     "comm.rendezvous": ("init_process_group",),
     "checkpoint.resharding.reshard": ("reshard",),
     "checkpoint.shards": ("Shards",),
-    "checkpoint.simulating.machine": ("Machine",),
-    "checkpoint.simulating.report": ("Simulation",),
     "checkpoint.simulating.simulate": ("simulate",),
+    "checkpoint.simulating.simulation": ("Machine", "Simulation"),
 }
 _SUBMODULES = ("dtensor", "errors", "interop")
 _MODULE_OF = {name: f"dtckpt.{module}" for module, names in _MODULES.items() for name in names}

@@ -167,3 +167,13 @@ class LayoutRules:
                 f"no tensor matches the pattern of layout {capped(repr(rule.text) for rule in unused)}; expected a "
                 f"glob over names{did_you_mean(unused[0].pattern, self._names)}"
             )
+
+
+def parse_rules(texts: Sequence[str], file: Path | None, mesh: Mesh) -> LayoutRules:
+    """Parse the rules of ``--layout``, then those of ``--layout-file``.
+
+    Raises:
+        ConfigError: The file cannot be read.
+        LayoutError: A rule is malformed or does not fit the mesh.
+    """
+    return LayoutRules([*texts, *(read_rules(file) if file else ())], mesh)

@@ -33,8 +33,7 @@ from dtckpt.format import tree as trees
 from dtckpt.format.digest import as_bytes, bytes_digest
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
-from dtckpt.storage.byte_ranges import RangeReader
-from dtckpt.storage.chunk_reader import content
+from dtckpt.storage.chunk_reader import RangeReader, content
 from dtckpt.storage.failures import MalformedError, translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_folder import LocalFolder
