@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtckpt.errors import format_nbytes
-from dtckpt.layout.svg import Picture
+from dtckpt.pictures.svg import Picture
 
 MAX_CELLS = 64
 """Rows and columns of a matrix, at most; of more devices, a cell stands for a block of them."""

@@ -28,8 +28,8 @@ from dtckpt.errors import (
     printable,
 )
 from dtckpt.layout.layout import Layout
-from dtckpt.layout.sharding_drawing import Subject, sharding_grid, subject_svg
-from dtckpt.layout.svg import Picture
+from dtckpt.pictures.sharding import Subject, sharding_grid, subject_svg
+from dtckpt.pictures.svg import Picture
 
 _GAP = 24
 

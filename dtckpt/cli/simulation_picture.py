@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dtckpt.checkpoint.simulating.report import LinkLoad, Operation, Simulation
 from dtckpt.cli.output import format_age
 from dtckpt.errors import format_nbytes
-from dtckpt.layout.svg import MUTED, PALETTE, WAIT, Picture
+from dtckpt.pictures.svg import MUTED, PALETTE, WAIT, Picture
 
 _WIDTH, _EDGE, _LEFT, _BAR = 860.0, 24.0, 170.0, 22.0
 _CURVE_HEIGHT, _CURVE_COLUMNS = 150.0, 61

@@ -10,6 +10,7 @@ import sys
 from torch.serialization import add_safe_globals
 
 from dtckpt.dtensor import debug, experimental, parallel, placement_types, several_meshes, torch_hooks
+from dtckpt.dtensor import methods as methods
 from dtckpt.dtensor.components import pack, unpack
 from dtckpt.dtensor.distribute import distribute_module, distribute_tensor
 from dtckpt.dtensor.factories import empty, full, ones, rand, randn, zeros

@@ -17,9 +17,8 @@ import numpy as np
 import torch
 
 from dtckpt.dtensor.derived_layouts import gradient_layout
-from dtckpt.dtensor.operators.tensor_spec import spec_of, wrap_components
 from dtckpt.dtensor.redistribute import redistribute
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensor import DTensor, spec_of, wrap_components
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 

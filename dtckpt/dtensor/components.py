@@ -21,8 +21,8 @@ from dtckpt.comm.collectives import byte_view
 from dtckpt.comm.process_groups import is_connected, is_fake, validate_connected
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.gather_objects import gather_objects
-from dtckpt.dtensor.operators.tensor_spec import global_stride, intern_spec, wrap_components
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensor import DTensor, wrap_components
+from dtckpt.dtensor.tensor_spec import global_stride, intern_spec
 from dtckpt.errors import (
     ComponentError,
     DtckptError,

@@ -19,16 +19,9 @@ from dtckpt.comm import torch_private
 from dtckpt.dtensor.broadcast_copies import broadcast_copies
 from dtckpt.dtensor.components import is_shared, pack_strided
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout, one_device_per_client
-from dtckpt.dtensor.operators.tensor_spec import (
-    Spec,
-    contiguous_stride,
-    global_stride,
-    intern_spec,
-    spec_of,
-    wrap_components,
-)
 from dtckpt.dtensor.redistribute import redistribute
-from dtckpt.dtensor.tensor import DTensor, described
+from dtckpt.dtensor.tensor import DTensor, described, spec_of, wrap_components
+from dtckpt.dtensor.tensor_spec import Spec, contiguous_stride, global_stride, intern_spec
 from dtckpt.errors import ComponentError, DtckptError, LayoutError, capped
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.placement import Placement

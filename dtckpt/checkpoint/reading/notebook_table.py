@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.errors import format_nbytes
-from dtckpt.layout.notebook_pictures import drawn
-from dtckpt.layout.sharding_drawing import MAX_DRAWN_RANK, Subject
-from dtckpt.layout.svg import escape
+from dtckpt.pictures.notebook import drawn
+from dtckpt.pictures.sharding import MAX_DRAWN_RANK, Subject
+from dtckpt.pictures.svg import escape
 
 MAX_ROWS = 40
 

@@ -35,8 +35,8 @@ from dtckpt.checkpoint.saving.votes import Written
 from dtckpt.checkpoint.timing import find_slow
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.dtensor.tensorflow_names import MeshLike, as_mesh
 from dtckpt.errors import CheckpointConflictError, DtckptError, TreeError
+from dtckpt.layout.device_mesh import MeshLike, as_mesh
 from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.location import Location
 

@@ -14,7 +14,7 @@ from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
-from dtckpt.layout.sharding_drawing import (
+from dtckpt.pictures.sharding import (
     MAX_DRAWN_RANK,
     Subject,
     range_text,
@@ -22,7 +22,7 @@ from dtckpt.layout.sharding_drawing import (
     sharding_grid,
     subject_svg,
 )
-from dtckpt.layout.svg import escape
+from dtckpt.pictures.svg import escape
 
 __all__ = ["sharding_grid", "sharding_html", "sharding_svg", "visualize_sharding"]
 

@@ -40,8 +40,8 @@ from dtckpt.dtensor.operators.operands import (
 )
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.strategy import Choice
-from dtckpt.dtensor.operators.tensor_spec import Spec, contiguous_stride, intern_spec, with_stride, wrap_components
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensor import DTensor, with_stride, wrap_components
+from dtckpt.dtensor.tensor_spec import Spec, contiguous_stride, intern_spec
 from dtckpt.errors import ComponentError, LayoutError, OperatorError, capped
 from dtckpt.layout.layout import Layout
 

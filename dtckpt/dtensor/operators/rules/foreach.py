@@ -34,8 +34,8 @@ from dtckpt.dtensor.operators.registry import BY_INDEX, PLANNERS, builder_of
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.rule_builders import pointwise
 from dtckpt.dtensor.operators.strategy import Choice, choose_layouts
-from dtckpt.dtensor.operators.tensor_spec import intern_spec, wrap_components
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensor import DTensor, wrap_components
+from dtckpt.dtensor.tensor_spec import intern_spec
 from dtckpt.layout.layout import Layout
 
 _aten = torch.ops.aten

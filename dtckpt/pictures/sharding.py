@@ -12,7 +12,7 @@ from dtckpt.errors import LayoutError
 from dtckpt.layout import text_format
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
-from dtckpt.layout.svg import OKABE_ITO, escape
+from dtckpt.pictures.svg import OKABE_ITO, escape
 
 MAX_DEVICE_RUNS = 16
 """Most runs of devices that the text of one region names."""

@@ -1,0 +1,1 @@
+"""Pictures of meshes, layouts and tensors: SVG text, shardings, and what notebooks show."""
