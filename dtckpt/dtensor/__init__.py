@@ -19,7 +19,7 @@ from dtckpt.dtensor.serialization import SAFE_GLOBALS
 from dtckpt.dtensor.tensor import DTensor, check_layout, fetch_layout
 from dtckpt.dtensor.tensorflow_names import call_with_layout, copy_to_mesh, relayout, run_on
 from dtckpt.dtensor.torch_compile import keep_from_tracing, own_untraceable_methods
-from dtckpt.dtensor.torch_logs import follow_torch_logs
+from dtckpt.dtensor.torch_hooks import follow_torch_logs
 from dtckpt.dtensor.variable import DVariable, enable_save_as_bf16
 from dtckpt.layout.device_mesh import DeviceMesh, init_device_mesh
 from dtckpt.layout.placement import Partial, Placement, Replicate, Shard

@@ -21,7 +21,7 @@ from dtckpt.redistribution.execute import RunningRedistribution
 
 EARLY_KEY_NAME = "DeferredInit"
 EARLY_KEY = torch_private.dispatch_key(EARLY_KEY_NAME)
-"""A dispatch key that DTensors alone have, as PyTorch has no kernels for it: `dtckpt.dtensor.operators.pre_autograd`.
+"""A dispatch key that DTensors alone have, as PyTorch has no kernels for it: `dtckpt.dtensor.operators.registry`.
 
 It comes before autograd, and after PyTorch has noted the state that it restores for ``__torch_dispatch__``.
 """

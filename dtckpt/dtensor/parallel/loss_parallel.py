@@ -21,12 +21,10 @@ import torch
 from dtckpt.dtensor.derived_layouts import gradient_layout
 from dtckpt.dtensor.operators.call import Operator
 from dtckpt.dtensor.operators.composite_helpers import cast, is_split, reduce_pending, reduce_pending_all
-from dtckpt.dtensor.operators.custom_ops import custom_op
 from dtckpt.dtensor.operators.plain_tensors import to_dtensors
 from dtckpt.dtensor.operators.plans import trust_plain_tensors
-from dtckpt.dtensor.operators.pre_autograd import before_autograd
-from dtckpt.dtensor.operators.rules.losses import MEAN, NONE
-from dtckpt.dtensor.operators.rules.nll_loss import NO_CLASS, class_dim, targets_and_weights
+from dtckpt.dtensor.operators.registry import before_autograd, custom_op
+from dtckpt.dtensor.operators.rules.losses import MEAN, NO_CLASS, NONE, class_dim, targets_and_weights
 from dtckpt.dtensor.operators.rules.softmax import shifted_by_maxima
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor

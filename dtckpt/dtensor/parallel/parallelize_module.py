@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from torch import nn
 
-from dtckpt.dtensor.parallel.parameters import tie
 from dtckpt.dtensor.parallel.styles import ParallelStyle
+from dtckpt.dtensor.parallel.values import tie
 from dtckpt.errors import LayoutTypeError
 from dtckpt.layout.device_mesh import MeshLike, require_mesh
 from dtckpt.layout.mesh import Mesh

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.plans import ReplicationPlan
@@ -25,8 +26,8 @@ class AsStridedPlan(ReplicationPlan):
     def __init__(self, call: Call) -> None:
         super().__init__(call, _view)
 
+    @override
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
-        """As `Plan.run`."""
         call, tensor = Call(self.func, tuple(args), kwargs), tensors[0]
         shift = _shift_of(call, tensor)
         # Components need not begin where the tensor does in its storage: so count from the beginning of each.
@@ -43,8 +44,8 @@ class AsStridedScatterPlan(ReplicationPlan):
     def __init__(self, call: Call) -> None:
         super().__init__(call, _scatter)
 
+    @override
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
-        """As `Plan.run`."""
         call, tensor = Call(self.func, tuple(args), kwargs), tensors[0]
         result = super().run((*args[:2], call["size"], call["stride"], _shift_of(call, tensor)), {}, tensors)
         return alias_of(result, offset=int(tensor.storage_offset()))

@@ -1,17 +1,18 @@
-"""Operators on the memory of tensors: ``is_set_to``, ``set_``, ``resize_``."""
+"""Operators on memory: ``is_set_to``, ``set_``, ``resize_``, ``resolve_conj``, writes to expanded tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators import view_tracking
-from dtckpt.dtensor.operators.operands import no_dispatch
+from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, tensors_in
+from dtckpt.dtensor.operators.operands import no_dispatch, to_replicated, write_into
 from dtckpt.dtensor.operators.plans import become
-from dtckpt.dtensor.operators.registry import composite
+from dtckpt.dtensor.operators.registry import before_autograd, composite
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import OperatorError
 
@@ -51,3 +52,90 @@ def _resize(self: DTensor, size: Sequence[int], *, memory_format: Any = None) ->
         )
     become(self, _aten.resize.default(self, size, memory_format=memory_format))
     return self
+
+
+# --- copies of lazy views --------------------------------------------------------------------------------------------
+#
+# PyTorch conjugates and negates views lazily, and some operators copy them. DTensors have no lazy bits: components of
+# ``z.conj()`` are conjugated at once, and follow ``z`` (`view_tracking`). So the way in which a tracked view was made
+# says whether the plain view would have such a bit.
+
+
+def _lazy_bits(tensor: DTensor) -> tuple[bool, bool]:
+    """Return whether the plain view would be conjugated lazily, and whether it would be negated lazily."""
+    view = tensor._view
+    if view is None:
+        return False, False
+    is_conj, is_neg = _lazy_bits(view.source)
+    if view.func is _aten._conj.default:
+        return not is_conj, is_neg
+    if view.func is _aten._neg_view.default:
+        return is_conj, not is_neg
+    # PyTorch takes the imaginary parts of what is conjugated lazily by a lazy negation.
+    of_real = view.source._view
+    if view.func is _aten.select.int and of_real is not None and of_real.func is _aten.view_as_real.default:
+        call = Call(view.func, view.args, view.kwargs)
+        return False, is_conj and call["index"] == 1
+    return is_conj, is_neg
+
+
+@before_autograd(_aten.resolve_conj.default, _aten.resolve_neg.default)
+def _resolve(operator: Operator, keys: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy where PyTorch makes one, else the tensor itself."""
+    del keys
+    if not isinstance(tensor, DTensor):
+        return tensor
+    is_conj, is_neg = _lazy_bits(tensor)
+    return tensor.clone() if (is_conj if operator is _aten.resolve_conj.default else is_neg) else tensor
+
+
+@before_autograd(_aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default)
+def _split(operator: Operator, keys: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Split a copy where PyTorch does; the parts of other tensors share their memory."""
+    is_copied = isinstance(tensor, DTensor) and any(_lazy_bits(tensor))
+    return operator.redispatch(keys, tensor.clone() if is_copied else tensor, *args, **kwargs)
+
+
+# --- writes to expanded tensors --------------------------------------------------------------------------------------
+#
+# Several elements of an expanded tensor are one in memory. PyTorch writes to the memory element by element, with a
+# deprecation warning for some of these operators, and refuses all others. So every device does the same to the whole,
+# and keeps its component.
+
+
+def _write_of(func: Operator) -> Callable[..., Any]:
+    """Return the composite of an operator that writes to its first argument; it declines one that is not expanded."""
+
+    def write(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
+        memory = view_tracking.without_repeats(tensor)
+        if memory is tensor:
+            return NotImplemented
+        view_tracking.validate_write(tensor, func, list(tensors_in(args)))
+        # Bound: each device holds all of the memory meanwhile.
+        (whole,) = to_replicated([memory], is_copied=True)
+        others = to_replicated(list(tensors_in((*args, *kwargs.values()))))
+        for number, component in enumerate(whole.components):
+            local = replace_tensors(args, kwargs, [other.components[number] for other in others])
+            func(component.expand(tensor.shape), *local[0], **local[1])
+        write_into(whole, memory)
+        if tensor._view is not None:
+            view_tracking.write_through(tensor)
+        view_tracking.count_write(tensor)
+        return tensor
+
+    write.__doc__ = "To an expanded tensor: every device writes to the whole, as PyTorch does to shared memory."
+    return write
+
+
+for _operator in (
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+    _aten.index_fill_.int_Scalar,
+    _aten.index_fill_.int_Tensor,
+    _aten.masked_fill_.Scalar,
+    _aten.masked_fill_.Tensor,
+    _aten.fill_.Scalar,
+    _aten.fill_.Tensor,
+    _aten.zero_.default,
+):
+    composite(_operator)(_write_of(_operator))
