@@ -93,7 +93,7 @@ def _redistribute_values(request: _Request, tensors: Sequence[DTensor]) -> tuple
         dtype, mesh, components = plan.change.dtype, tensor.device_mesh, tensor.components
         if dtype != tensor.dtype:
             components = tuple(part.to(dtype) for part in components)
-        if mesh.device_type == "cuda" and tensor.is_cpu:  # by ``cpu()``; messages are exchanged between the cards
+        if mesh.device_type == "cuda" and tensor.is_cpu:  # by ``cpu()``; messages are exchanged between the GPUs
             names = mesh.local_devices()
             components = tuple(part.to(device_of(name)) for part, name in zip(components, names, strict=True))
         sources.append(dict(zip(mesh.local_device_ids(), components, strict=True)))

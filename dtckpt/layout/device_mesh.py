@@ -162,10 +162,10 @@ def mesh_of_ranks(device_type: str, ranks: npt.NDArray[np.integer[Any]], names: 
         names: Names of the axes.
     """
     kind, job, own = KINDS[device_type], job_name(), _own_rank()
-    card_of = _card_function()
+    gpu_of = _gpu_function()
     flat: list[int] = ranks.ravel().tolist()
     devices = [
-        f"/job:{job}/replica:0/task:{rank}/device:{kind}:{card_of(rank) if kind == 'GPU' else 0}" for rank in flat
+        f"/job:{job}/replica:0/task:{rank}/device:{kind}:{gpu_of(rank) if kind == 'GPU' else 0}" for rank in flat
     ]
     mine = [offset for offset, rank in enumerate(flat) if rank == own]
     ids = np.arange(len(flat)).reshape(ranks.shape)
@@ -203,7 +203,7 @@ def _make_mesh(
         )
     mesh = mesh_of_ranks(device_type, ranks, names)
     mesh.backends.update(backends)
-    _choose_card(mesh)
+    _choose_gpu(mesh)
     return mesh
 
 
@@ -266,23 +266,23 @@ def _world_size(device_type: str) -> int:
     return dist.get_world_size()
 
 
-def _card_function() -> Callable[[int], int]:
-    """Return the function from ranks to indices of cards; `create_distributed_mesh` chooses the same cards."""
-    config, num_cards = Config.from_environ(), torch.cuda.device_count()
+def _gpu_function() -> Callable[[int], int]:
+    """Return the function from ranks to indices of GPUs; `create_distributed_mesh` chooses the same GPUs."""
+    config, num_gpus = Config.from_environ(), torch.cuda.device_count()
     is_local_size_set = config.is_torchrun and config.local_world_size_text is not None
-    local_size = config.local_world_size if is_local_size_set else max(num_cards, 1)
-    share = max(num_cards // local_size, 1)
-    return lambda rank: rank % local_size * share % max(num_cards, 1)
+    local_size = config.local_world_size if is_local_size_set else max(num_gpus, 1)
+    share = max(num_gpus // local_size, 1)
+    return lambda rank: rank % local_size * share % max(num_gpus, 1)
 
 
-def _choose_card(mesh: Mesh) -> None:
-    """Make this client's card the current one, as PyTorch does, unless the program has chosen one already."""
+def _choose_gpu(mesh: Mesh) -> None:
+    """Make this client's GPU the current one, as PyTorch does, unless the program has chosen one already."""
     own = mesh.local_devices()
-    if mesh.device_type == "cuda" and own and torch.cuda.is_available() and not _has_chosen_card():
+    if mesh.device_type == "cuda" and own and torch.cuda.is_available() and not _has_chosen_gpu():
         torch.cuda.set_device(int(own[0].rpartition(":")[2]))
 
 
-def _has_chosen_card() -> bool:
+def _has_chosen_gpu() -> bool:
     is_initialized: Callable[[], bool] = torch.cuda.is_initialized
     return is_initialized()
 

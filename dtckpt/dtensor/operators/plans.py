@@ -57,7 +57,7 @@ _DETACH = torch.ops.aten.detach_.default
 
 _trusts: ContextVar[bool] = ContextVar("trusts_plain_tensors", default=False)
 _trusting_blocks: set[object] = set()
-"""Open blocks of `trust_plain_tensors_in_all_threads`: autograd runs a card's backward pass in a thread of its own."""
+"""Open blocks of `trust_plain_tensors_in_all_threads`: autograd runs a GPU's backward pass in a thread of its own."""
 
 
 @contextmanager

@@ -96,6 +96,9 @@ def _pointwise_rule(call: Call) -> Rule | None:
 
 
 # --- custom operators, ``torch.ops.dtckpt``: kernels that composites need and PyTorch does not have -------------------
+#
+# `rules.sorting` defines ``positions``, `rules.losses` defines ``pick`` and ``put``. Each gets a rule as any operator
+# does.
 
 _CUSTOM: Any = torch.library.Library("dtckpt", "FRAGMENT")  # type: ignore[no-untyped-call]  # as torch left it
 

@@ -33,7 +33,7 @@ from dtckpt.errors import OperatorError
 _aten = torch.ops.aten
 
 _blocks: set[object] = set()
-"""Open blocks of `loss_parallel`. They hold for all threads: a card's backward pass runs in a thread of its own."""
+"""Open blocks of `loss_parallel`. They hold for all threads: a GPU's backward pass runs in a thread of its own."""
 
 
 @contextmanager

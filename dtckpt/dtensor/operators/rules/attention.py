@@ -107,7 +107,7 @@ def _attention(call: Call) -> Rule | None:
     out, total, *others = result_shapes(call)
     is_for_cpu = call.func is _aten._scaled_dot_product_flash_attention_for_cpu.default
     may_split_queries = is_for_cpu and not call["is_causal"]
-    # The kernels for cards pad the dim of queries in the second result, which has one number per query.
+    # The kernels for GPUs pad the dim of queries in the second result, which has one number per query.
     of_total = heads.of_queries(total) if is_for_cpu else (*heads.of_queries(total)[:2], *heads.factors.dims(total[2:]))
     results = (heads.of_queries(out), of_total, *(heads.factors.dims(shape) for shape in others))
     return Rule(
@@ -183,7 +183,7 @@ def _replicated(like: Any, shape: Any, dtype: torch.dtype, value: int) -> DTenso
 
 
 def _on_host(like: Any, value: int) -> DTensor:
-    """Return a replicated number in host memory: the backward pass would wait for a card to read it from there."""
+    """Return a replicated number in host memory: the backward pass would wait for a GPU to read it from there."""
     parts = [torch.full((), value, dtype=torch.int64) for _ in like.components]
     return DTensor(parts, replicated_layout(like.device_mesh, 0), (), torch.int64)
 

@@ -158,14 +158,14 @@ def _normal_around(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
 def _require_all(are_right: Any, expected: str) -> None:
     """Refuse parameters of which some element is wrong.
 
-    Collective: Over the mesh's clients, unless the components lie on cards.
+    Collective: Over the mesh's clients, unless the components lie on GPUs.
 
     Args:
         are_right: A DTensor of bools without pending reductions.
         expected: The text of the error.
 
     Raises:
-        RandomParameterError: An element is False, on a CPU; on a card, an assertion of the card fails later.
+        RandomParameterError: An element is False, on a CPU; on a GPU, an assertion of the GPU fails later.
     """
     if are_right.is_cuda:
         # The host need not wait, and a graph can capture it. Each client looks at its own elements.
