@@ -7,6 +7,7 @@ which needs the generated messages and the errors only, starts without torch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -240,6 +241,8 @@ def __getattr__(name: str) -> Any:
     except KeyError:
         raise AttributeError(f"module 'dtckpt' has no attribute {name!r}") from None
     globals()[name] = value
+    if "dtckpt.layout.mesh" in sys.modules:
+        importlib.import_module("dtckpt.pictures.notebook")  # so that notebooks draw meshes and layouts
     return value
 
 

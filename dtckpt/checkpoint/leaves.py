@@ -22,7 +22,7 @@ from dtckpt.dtensor import DTensor, DVariable, torch_interop
 from dtckpt.errors import CheckpointError, DTypeError, LayoutError
 from dtckpt.format.containers import has_parts
 from dtckpt.format.dtypes import DTYPES, UNCONVERTED, validate_dtype
-from dtckpt.layout import torch_device_mesh
+from dtckpt.layout import device_mesh
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
@@ -126,7 +126,7 @@ def mesh_of(value: Any) -> Mesh | None:
     if isinstance(value, Shards):
         return value.whole("").device_mesh
     if torch_interop.is_torch_dtensor(value):
-        return torch_device_mesh.mesh_of(value.device_mesh)
+        return device_mesh.mesh_of(value.device_mesh)
     return value.device_mesh if isinstance(value, DTensor) else None
 
 

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 
 from dtckpt.errors import format_nbytes
-from dtckpt.layout.notebook_pictures import drawn
-from dtckpt.layout.sharding_drawing import MAX_DRAWN_RANK, Subject
-from dtckpt.layout.svg import escape
+from dtckpt.pictures.notebook import drawn
+from dtckpt.pictures.sharding import MAX_DRAWN_RANK, Subject
+from dtckpt.pictures.svg import escape
 
 T = TypeVar("T")
 

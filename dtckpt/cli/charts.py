@@ -13,7 +13,7 @@ from dtckpt.cli.output import format_age
 from dtckpt.errors import format_nbytes
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
-from dtckpt.layout.svg import MUTED, PALETTE, WAIT, Picture
+from dtckpt.pictures.svg import MUTED, PALETTE, WAIT, Picture
 from dtckpt.redistribution.exchange_plan import plan_exchange
 
 _EDGE = 24.0

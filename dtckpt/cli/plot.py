@@ -116,8 +116,8 @@ def _regions(
     if tensor is None:
         raise ConfigError("the regions of which tensor? name one behind the path; dtckpt inspect lists them")
     from dtckpt.cli.picture_files import svg_size
-    from dtckpt.layout.sharding_drawing import Subject, sharding_grid, subject_svg
-    from dtckpt.layout.svg import Picture
+    from dtckpt.pictures.sharding import Subject, sharding_grid, subject_svg
+    from dtckpt.pictures.svg import Picture
 
     info, new = checkpoint.info(tensor), rules()
     layouts = {"as saved": _layout(info)}

@@ -41,7 +41,7 @@ from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.format.names import DCP_METADATA_NAME
 from dtckpt.storage.failures import taken_over_error, translate_errors
 from dtckpt.storage.folder import ObjectFolder
-from dtckpt.storage.location import Url
+from dtckpt.storage.url import Url
 
 logger = logging.getLogger("dtckpt.storage")
 

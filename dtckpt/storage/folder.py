@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
-if TYPE_CHECKING:  # it imports the folders of this machine, which import this module
-    from dtckpt.storage.location import Url
+from dtckpt.storage.url import Url
 
 
 class Folder(Protocol):

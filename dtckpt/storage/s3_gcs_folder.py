@@ -18,9 +18,9 @@ from typing_extensions import override
 
 from dtckpt.errors import ConfigError
 from dtckpt.storage.folder import ObjectFolder
-from dtckpt.storage.location import Url
 from dtckpt.storage.regular_files import too_long_error
 from dtckpt.storage.tensorstore_setup import open_context, tensorstore
+from dtckpt.storage.url import Url
 
 SILENCE_S = 60
 """Seconds without a byte to or from an object store after which TensorStore gives a request up, and repeats it

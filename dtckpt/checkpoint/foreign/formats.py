@@ -20,7 +20,8 @@ from dtckpt.format.names import DCP_METADATA_NAME, is_own_segment
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder, open_folder
 from dtckpt.storage.local_folder import LocalFolder
-from dtckpt.storage.location import Location, Url, is_remote
+from dtckpt.storage.location import Location, is_remote
+from dtckpt.storage.url import Url
 
 HEAD_NBYTES = 64
 """Bytes from the start of a file by which its format is recognized."""

@@ -34,8 +34,8 @@ from dtckpt.checkpoint.restoring.unexpected import Unasked
 from dtckpt.checkpoint.timing import Written, find_slow
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.dtensor.tensorflow_names import MeshLike, as_mesh
 from dtckpt.errors import CheckpointConflictError, DtckptError, TreeError
+from dtckpt.layout.device_mesh import MeshLike, as_mesh
 from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.location import Location
 

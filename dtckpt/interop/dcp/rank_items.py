@@ -25,7 +25,7 @@ from dtckpt.format import tree as trees
 from dtckpt.interop.dcp.copies import Copies, CopyPlace, TensorCopy, comparable
 from dtckpt.interop.dcp.state_items import encode_item, path_of
 from dtckpt.interop.dcp.write_plan import Share, TensorBoxes, box_of
-from dtckpt.layout import torch_device_mesh
+from dtckpt.layout import device_mesh
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 from dtckpt.layout.root_layout import root_layout
@@ -242,7 +242,7 @@ def _layouts(planner: SavePlanner, items: Sequence[WriteItem], names: Mapping[st
 
 def _torch_layout(tensor: Any) -> Layout | None:
     try:
-        mesh = torch_device_mesh.mesh_of(tensor.device_mesh)
+        mesh = device_mesh.mesh_of(tensor.device_mesh)
         return root_layout(Layout.from_placements(mesh, tensor.placements, tensor.ndim))
     # A layout is recorded for its readers' convenience; the boxes say where the elements are.
     except DtckptError:

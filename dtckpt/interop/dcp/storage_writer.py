@@ -68,7 +68,8 @@ from dtckpt.interop.dcp.write_plan import (
     shares_of,
 )
 from dtckpt.storage.commit import commit_target_of
-from dtckpt.storage.location import Location, Url, location_of
+from dtckpt.storage.location import Location, location_of
+from dtckpt.storage.url import Url
 
 
 class DtckptStorageWriter(StorageWriter):

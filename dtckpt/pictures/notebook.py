@@ -1,51 +1,40 @@
-"""Pictures of meshes and layouts in notebooks: `Mesh` and `Layout` inherit from `Drawn`."""
+"""Pictures of meshes, layouts and tensors in notebooks. Importing this module gives `Mesh` and `Layout` theirs."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from dtckpt.errors import LayoutError
-from dtckpt.layout.svg import INK, Picture
-
-if TYPE_CHECKING:
-    from dtckpt.layout.mesh import Mesh
-    from dtckpt.layout.sharding_drawing import Subject
+from dtckpt.layout.layout import Layout
+from dtckpt.layout.mesh import Mesh
+from dtckpt.pictures.sharding import Subject, region_colours, subject_svg
+from dtckpt.pictures.svg import INK, Picture
 
 MAX_CELLS = 4096
 """More cells are too small for a picture; then a notebook shows the text."""
 _WIDTH, _TOP, _CHAR = 560, 74, 7.0
 
 
-class Drawn:
-    """What notebooks show as a picture."""
-
-    def _repr_svg_(self) -> str | None:
-        from dtckpt.layout.layout import Layout  # which inherits from this class
-        from dtckpt.layout.sharding_drawing import Subject
-
-        if isinstance(self, Layout):
-            specs = ", ".join(spec if isinstance(spec, str) else "+".join(spec) for spec in self.sharding_specs)
-            try:
-                shape = tuple(self.num_shards(dim) for dim in range(self.rank))
-            except LayoutError:  # it leaves open how a dim is split
-                return None
-            if math.prod(shape) > MAX_CELLS:  # before so many cells are made
-                return None
-            return drawn(Subject(self, shape), f"Layout ({specs}), of a tensor with one element in each shard")
-        return mesh_picture(self)  # type: ignore[arg-type]  # there are two
-
-
 def drawn(subject: Subject, title: str) -> str | None:
     """Return a picture; None if there is none: of too many cells or dims, or of a sum that is pending."""
-    from dtckpt.layout.sharding_drawing import subject_svg
-
     try:
         return subject_svg(subject, title) if len(subject.cells) <= MAX_CELLS else None
     except LayoutError:
         return None
+
+
+def layout_picture(layout: Layout) -> str | None:
+    """Draw a layout as a tensor with one element in each shard; return None if there are too many, or unknown ones."""
+    specs = ", ".join(spec if isinstance(spec, str) else "+".join(spec) for spec in layout.sharding_specs)
+    try:
+        shape = tuple(layout.num_shards(dim) for dim in range(layout.rank))
+    except LayoutError:  # it leaves open how a dim is split
+        return None
+    if math.prod(shape) > MAX_CELLS:  # before so many cells are made
+        return None
+    return drawn(Subject(layout, shape), f"Layout ({specs}), of a tensor with one element in each shard")
 
 
 def mesh_picture(mesh: Mesh) -> str | None:
@@ -56,8 +45,6 @@ def mesh_picture(mesh: Mesh) -> str | None:
     Returns:
         The picture as SVG; None of more devices than are legible.
     """
-    from dtckpt.layout.sharding_drawing import region_colours
-
     if not 0 < mesh.size() <= MAX_CELLS:
         return None
     *outer, inner = mesh.dim_names
@@ -90,3 +77,8 @@ def mesh_picture(mesh: Mesh) -> str | None:
 
 def _indices(axes: list[str], indices: tuple[np.intp, ...]) -> str:
     return ", ".join(f"{axis} {index}" for axis, index in zip(axes, indices, strict=True))
+
+
+# Bound here, because meshes and layouts stand below all drawing.
+Mesh._repr_svg_ = mesh_picture
+Layout._repr_svg_ = layout_picture

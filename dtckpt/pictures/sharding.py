@@ -1,4 +1,4 @@
-"""Draw which device holds which region of a tensor, from its layout, as SVG; pure."""
+"""Draw which device holds which region of a tensor, from its layout, as SVG and as a page of HTML; pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtckpt.errors import LayoutError
 from dtckpt.layout import text_format
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
-from dtckpt.layout.svg import OKABE_ITO, escape
+from dtckpt.pictures.svg import OKABE_ITO, escape
 
 MAX_DEVICE_RUNS = 16
 """Most runs of devices that the text of one region names."""
@@ -161,6 +161,22 @@ def subject_svg(subject: Subject, title: str = "") -> str:
             "visualize_sharding lists the regions of any tensor"
         )
     return _Drawing(subject, title).svg()
+
+
+def subject_html(subject: Subject, title: str = "") -> str:
+    """Return a page of HTML with the picture and a table of the regions. Raises: As `subject_svg`."""
+    rows = "".join(
+        f"<tr><td>{region}<td>{region.numel}<td>{escape(subject.devices(devices))}\n"
+        for region, devices in subject.cells
+    )
+    return (
+        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(title or "Sharding")}</title>\n'
+        "<style>body{margin:24px;font:14px system-ui,Helvetica,Arial,sans-serif;color:#1f2933;background:#fff}"
+        "svg{max-width:100%;height:auto}table{border-collapse:collapse;margin:8px 24px}"
+        "th,td{padding:4px 16px 4px 0;border-bottom:1px solid #e4e7eb;text-align:left}</style>\n"
+        f"{subject_svg(subject, title)}\n"
+        f"<table><tr><th>region<th>elements<th>devices\n{rows}</table></html>\n"
+    )
 
 
 class _Drawing:

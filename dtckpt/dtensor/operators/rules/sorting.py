@@ -1,7 +1,8 @@
-"""Extremes with their indices: ``max``, ``min``, ``argmax``, ``argmin``, ``aminmax``.
+"""Extremes with indices, sorting, scans, search: ``max``, ``argmin``, ``sort``, ``topk``, ``cumsum``, ``bucketize``.
 
-Where an axis splits the dim, every device offers its best element and that element's global index. Extremes without
-indices, ``amax`` and ``max`` of all, are in `reductions`.
+Where an axis splits the dim of an extreme, every device offers its best element and that element's global index. For
+all else that dim must be whole, and the others may be split. Extremes without indices, ``amax`` and ``max`` of all, are
+in `reductions`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,17 @@ import torch
 
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.composite_helpers import is_split, reduce_pending
-from dtckpt.dtensor.operators.custom_ops import custom_op, kernel
-from dtckpt.dtensor.operators.registry import composite, rule
-from dtckpt.dtensor.operators.rule import Rule
-from dtckpt.dtensor.operators.rule_builders import reduce_dims, reduced_dims, same_dims
+from dtckpt.dtensor.operators.registry import composite, custom_op, kernel, rule
+from dtckpt.dtensor.operators.rule import LINEAR, Rule
+from dtckpt.dtensor.operators.rule_builders import (
+    DimLabels,
+    along_dim,
+    from_labels,
+    reduce_dims,
+    reduced_dims,
+    same_dims,
+    unlabel_dims,
+)
 from dtckpt.dtensor.tensor import DTensor
 
 _aten = torch.ops.aten
@@ -112,3 +120,46 @@ def _index(call: Call) -> Rule | None:
 def _value_and_index(call: Call) -> Rule | None:
     """The dim that is reduced must be whole; ``aminmax`` gives two values."""
     return reduce_dims(call, call["dim"], keepdim=call["keepdim"], num_results=2)
+
+
+# --- scans, sorting, search ------------------------------------------------------------------------------------------
+
+
+@rule(_aten.cumsum.default)
+def _cumsum(call: Call) -> Rule | None:
+    """The dim must be whole; linear."""
+    return along_dim(call, passes=LINEAR)
+
+
+@rule(_aten.cumprod.default, _aten.logcumsumexp.default)
+def _scan(call: Call) -> Rule | None:
+    """The dim must be whole."""
+    return along_dim(call)
+
+
+@rule(_aten.cummax.default, _aten.cummin.default, _aten.sort.default, _aten.sort.stable)
+def _sort(call: Call) -> Rule | None:
+    """The dim must be whole; values and indices."""
+    return along_dim(call, num_results=2)
+
+
+@rule(_aten.topk.default)
+def _topk(call: Call) -> Rule | None:
+    """The dim must be whole; values and indices, ``k`` of them."""
+    return along_dim(call, num_results=2, size=call["k"])
+
+
+@rule(_aten.bucketize.Tensor)
+def _bucketize(call: Call) -> Rule | None:
+    """``(a), boundaries (n) -> (a)``; the boundaries must be whole."""
+    dims = range(len(call.shapes[0]))
+    return from_labels(call, DimLabels([dims, [None]], [dims]))
+
+
+@rule(_aten.searchsorted.Tensor)
+def _searchsorted(call: Call) -> Rule | None:
+    """``(a, n), (a, v) -> (a, v)``, or ``(n), (v) -> (v)``; the sorted dim must be whole."""
+    dims = range(call["self"].ndim)
+    sequence = [None] if call["sorted_sequence"].ndim == 1 else unlabel_dims(len(dims) - 1, len(dims))
+    operands = call.operands(sorted_sequence=sequence, self=dims, sorter=sequence)
+    return from_labels(call, DimLabels(operands, [dims]))

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dtckpt.comm import torch_private
 from dtckpt.dtensor.derived_layouts import shared_layout
-from dtckpt.dtensor.tensor import KEYS, DTensor
 from dtckpt.layout.layout import Layout
 
 _BOUND = 1 << 16
@@ -44,54 +42,6 @@ def intern_spec(layout: Layout, shape: tuple[int, ...], stride: tuple[int, ...],
         # The spec keeps its layout alive, so no other layout gets its id while the spec is in the table.
         known = _SPECS[key] = Spec(layout, shape, stride, dtype)
     return known
-
-
-def spec_of(tensor: DTensor) -> Spec:
-    """Return a tensor's spec."""
-    known: Spec | None = tensor._spec
-    if known is None:
-        known = tensor._spec = intern_spec(tensor._layout, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-        tensor._layout = known.layout
-    return known
-
-
-def wrap_components(
-    components: Sequence[torch.Tensor], described: Spec, device: torch.device | None = None, *, offset: int = 0
-) -> DTensor:
-    """Return the DTensor that has these components and this spec.
-
-    Args:
-        components: One tensor per local device.
-        described: The spec.
-        device: Device type of a DTensor without components.
-        offset: Storage offset of the global tensor. It is no part of the spec: plans do not depend on it.
-    """
-    tensor: DTensor = torch_private.make_wrapper(
-        DTensor,
-        described.shape,
-        strides=described.stride,
-        storage_offset=offset,
-        dtype=described.dtype,
-        device=components[0].device if components else device or torch.device("cpu"),
-        _extra_dispatch_keys=KEYS,
-    )
-    tensor._components = tuple(components)
-    tensor._layout = described.layout
-    tensor._spec = described
-    return tensor
-
-
-def with_stride(tensor: DTensor, stride: tuple[int, ...]) -> DTensor:
-    """Return a tensor that nobody else has yet with these strides; its components stay as they are."""
-    if tensor.stride() == stride:
-        return tensor
-    result = wrap_components(
-        tensor._components, intern_spec(tensor._layout, tuple(tensor.shape), stride, tensor.dtype), tensor.device
-    )
-    result._pending, result._is_async = tensor._pending, tensor._is_async
-    result._view, result._writes = tensor._view, tensor._writes
-    torch_private.set_storage(result, tensor)
-    return result
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ from support.states import packed
 
 import dtckpt
 from dtckpt.dtensor.debug import explain
-from dtckpt.layout.notebook_pictures import MAX_CELLS
-from dtckpt.layout.svg import INK
+from dtckpt.pictures.notebook import MAX_CELLS
+from dtckpt.pictures.svg import INK
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -12,7 +12,7 @@ OKABE_ITO = ((86, 180, 233), (230, 159, 0), (0, 158, 115), (204, 121, 167), (240
 """Red, green and blue of the colours of Okabe and Ito, which colour-blind people tell apart."""
 PALETTE = tuple("#" + bytes(colour).hex() for colour in OKABE_ITO)
 TEXT_CLASSES = {"h": (15.0, INK), "s": (12.0, MUTED), "t": (11.0, MUTED), "r": (10.5, INK), "": (12.0, INK)}
-"""Size and colour of the texts of a class, here and in `dtckpt.layout.sharding_drawing`."""
+"""Size and colour of the texts of a class, here and in `dtckpt.pictures.sharding`."""
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
