@@ -40,7 +40,7 @@ class SaveOperation:
     def lead(self, options: SaveOptions) -> str:
         """Begin the attempt; return the token that the other ranks join it by."""
         validate_kind(options.kvstore, self.target.folder, [options.codec] if options.codec else [])
-        self.target.check_target(overwrite=options.overwrite)
+        _validate_target(self.target, overwrite=options.overwrite)
         warn_of_replacement(self.target)
         token = f"{Config.from_environ().attempt}-{incarnation():x}-{secrets.token_hex(4)}"
         self._led = self.target.begin(token)
@@ -77,6 +77,20 @@ class SaveOperation:
         finally:
             self._finalizer.detach()
             self._alive.close()
+
+
+def _validate_target(target: CommitTarget, *, overwrite: bool) -> None:
+    """Refuse a target that may not be written."""
+    target.check_target(overwrite=True)
+    if not overwrite:
+        try:
+            target.check_target(overwrite=False)
+        except CheckpointExistsError as error:
+            # It begins with the words of DCP's own writer: loops look for them.
+            raise CheckpointExistsError(
+                f"Checkpoint already exists at {target.where}; pass DtckptStorageWriter(overwrite=True) to replace "
+                "it, or save elsewhere"
+            ) from error
 
 
 def _abandon(attempt: CommitAttempt, alive: ExitStack) -> None:
