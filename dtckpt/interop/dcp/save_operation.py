@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from dtckpt.checkpoint.options import SaveOptions
@@ -44,7 +45,9 @@ class SaveOperation:
 
     def lead(self, options: SaveOptions) -> str:
         """Begin the attempt; return the token that the other ranks join it by."""
-        validate_target(self.target, options, [options.codec] if options.codec else [])
+        validate_target(self.target, replace(options, overwrite=True), [options.codec] if options.codec else [])
+        if not options.overwrite:
+            _validate_absence(self.target)
         warn_of_replacement(self.target)
         self._finalizer = weakref.finalize(self, _abandon, self._construction)
         return self._construction.lead(Config.from_environ().attempt, incarnation())
@@ -75,6 +78,18 @@ class SaveOperation:
                 yield construction, led
         finally:
             self._finalizer.detach()
+
+
+def _validate_absence(target: CommitTarget) -> None:
+    """Refuse a target where a checkpoint is."""
+    try:
+        target.check_target(overwrite=False)
+    except CheckpointExistsError as error:
+        # It begins with the words of DCP's own writer: loops look for them.
+        raise CheckpointExistsError(
+            f"Checkpoint already exists at {target.where}; pass DtckptStorageWriter(overwrite=True) to replace it, or "
+            "save elsewhere"
+        ) from error
 
 
 def _abandon(construction: Construction) -> None:

@@ -91,6 +91,9 @@ class DtckptStorageWriter(StorageWriter):
             has neither saved nor loaded.
         options: See `SaveOptions`; the same on all ranks. ``progress`` and ``timeout_s`` have no effect.
 
+    Attributes:
+        save_id: A random id, as DCP's own writer has; `reset` changes it.
+
     Raises:
         ConfigError: A checkpoint cannot have such a path, or ``options.keys`` is not ``union``.
 
@@ -115,7 +118,7 @@ class DtckptStorageWriter(StorageWriter):
             raise ConfigError(f"DCP's planner decides which keys are saved; got SaveOptions(keys={options.keys!r})")
         self._options = options if overwrite is None else dataclasses.replace(options, overwrite=overwrite)
         self._path = None if path is None else location_of(path)
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
         self._process = os.getpid()
         self._thread = threading.local()
 
@@ -146,7 +149,7 @@ class DtckptStorageWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what DCP's planners are told of the checkpoint."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save: give up one that this thread has not finished, and take another path if one is given."""
@@ -155,7 +158,7 @@ class DtckptStorageWriter(StorageWriter):
         if checkpoint_id:
             # Saves of other threads, which have begun with another path, keep theirs.
             self._path = self._thread.path = location_of(checkpoint_id)
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002  (DCP's)
         """Begin a save on this rank.

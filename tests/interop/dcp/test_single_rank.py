@@ -276,6 +276,37 @@ def test_overwrite(tmp_path, arguments, is_replaced):
     assert dtckpt.restore(tmp_path / "saved")["a"].item() == (0.0 if is_replaced else 1.0)
 
 
+@pytest.mark.parametrize("where", ["saved", "memory://words/saved"])
+def test_a_refused_overwrite_has_the_words_of_dcp(tmp_path, where):
+    place = where if "memory:" in where else tmp_path / where
+    options = SaveOptions(kvstore="zarr")
+    save({"a": torch.ones(1)}, place, options=options, overwrite=True)
+    words = r"Checkpoint already exists at .*DtckptStorageWriter\(overwrite=True\)"
+    with pytest.raises(dcp.CheckpointException, match=words):
+        save({"a": torch.zeros(1)}, place, options=options, overwrite=False)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_other_files_are_left_alone(tmp_path, overwrite):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(dcp.CheckpointException, match="exists and is not a checkpoint") as raised:
+        save({"a": torch.ones(1)}, tmp_path, overwrite=overwrite)
+    assert isinstance(cause_of(raised), CheckpointExistsError)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_ids_of_saves_and_loads(tmp_path):
+    writer, reader = DtckptStorageWriter(tmp_path / "saved"), DtckptStorageReader(tmp_path / "saved")
+    ids = writer.save_id, reader.load_id
+    metadata = dcp.save({"a": torch.ones(1)}, storage_writer=writer)
+    assert metadata.storage_meta.save_id == writer.save_id == ids[0]
+    assert reader.read_metadata().storage_meta.load_id == ids[1]
+    writer.reset()
+    reader.reset()
+    assert writer.save_id != ids[0]
+    assert reader.load_id != ids[1]
+
+
 def test_checkpoint_ids(tmp_path):
     writer, reader = DtckptStorageWriter(), DtckptStorageReader()
     assert writer.checkpoint_id is None
