@@ -41,7 +41,7 @@ def pages(*names):
     """Yield the pieces of Markdown pages: paragraphs, items of lists, cells of tables; without code."""
     for name in names:
         text = re.sub(r"^( *)```.*?^\1```$|<[^>]*>|^:::.*$", "", (ROOT / name).read_text(), flags=re.M | re.S)
-        text = re.sub(r"\]\([^)]*\)|[*\[\]#]{1,3}(?=\S)", "", text)
+        text = re.sub(r"\]\([^)]*\)|[*\[\]]|^#+ ", "", text, flags=re.M)
         yield from re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) |\n?\||\n#+ ", text)
 
 
@@ -91,13 +91,13 @@ def helps():
             yield from re.split(r"\n\s*\n|^\s*(?:\$ )?dtckpt .*$", text or "", flags=re.M)
 
 
+DOCS = [path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in GENERATED]
+EXAMPLES = [path for path in DOCS if path.parent.name == "contributing"]
 KINDS = {
-    "docs": lambda: pages(
-        *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name not in GENERATED), "deploy/README.md", "examples/README.md"
-    ),
+    "docs": lambda: pages(*(path for path in DOCS if path not in EXAMPLES), "deploy/README.md", "examples/README.md"),
     "changelog": lambda: pages("CHANGELOG.md"),
     "readme": lambda: pages("README.md"),
-    "contributing": lambda: pages("CONTRIBUTING.md"),
+    "contributing": lambda: pages("CONTRIBUTING.md", *EXAMPLES),
     "docstrings": docstrings,
     "comments": comments,
     "errors": errors,
