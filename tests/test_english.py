@@ -40,9 +40,10 @@ BOUNDS = {}
 def pages(*names):
     """Yield the pieces of Markdown pages: paragraphs, items of lists, cells of tables; without code."""
     for name in names:
-        text = re.sub(r"^( *)```.*?^\1```$|<[^>]*>|^:::.*$", "", (ROOT / name).read_text(), flags=re.M | re.S)
-        text = re.sub(r"\]\([^)]*\)|[*\[\]]|^#+ ", "", text, flags=re.M)
-        yield from re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) |\n?\||\n#+ ", text)
+        text = re.sub(r"^( *)```.*?^\1```$|<[^>]*>|^:::[^\n]*", "", (ROOT / name).read_text(), flags=re.M | re.S)
+        text = re.sub(r"^#+ (.*)$", r"\n\1\n", text, flags=re.M)
+        text = re.sub(r"\]\([^)]*\)|[\[\]]|\*+(?=\S)|(?<=\S)\*+", "", text)
+        yield from re.split(r"\n\s*\n|\n\s*(?:[-*]|\d+\.) |\n?\|", text)
 
 
 @cache
