@@ -110,7 +110,7 @@ KINDS = {
 def sentences(kind):
     """Return the sentences of a kind of text."""
     joined = (" ".join(piece.replace("`", "").split()) for piece in KINDS[kind]())
-    return [sentence for piece in joined for sentence in re.split(r"(?<=[.!?]) (?=[^a-z])", piece) if sentence]
+    return [sentence for piece in joined for sentence in re.split(r"(?<=[.!?])(?<!\.\.)(?<!e\.g\.)(?<!i\.e\.) ", piece) if sentence]
 
 
 def hits(kind, pattern):
