@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.torch_files import write_segments
+from checkpoint.foreign.torch_files import write_segments
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from dtckpt.errors import TreeError

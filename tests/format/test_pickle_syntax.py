@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
-from support.untrusted_checkpoints import limit_memory
+from storage.untrusted.untrusted_checkpoints import limit_memory
 
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format import pickle_syntax, read_budget

@@ -12,9 +12,9 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import numpy as np
 import pytest
 import torch
-from support.hash_attacks import colliding_numbers
-from support.torch_files import saved, tree_of, zip_of
-from support.untrusted_checkpoints import limit_memory
+from checkpoint.foreign.torch_files import saved, tree_of, zip_of
+from storage.untrusted.hash_attacks import colliding_numbers
+from storage.untrusted.untrusted_checkpoints import limit_memory
 
 from dtckpt.errors import CheckpointCorruptError, TreeError
 from dtckpt.format import read_budget

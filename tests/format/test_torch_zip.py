@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 import torch
-from support.torch_files import saved, zip_of
+from checkpoint.foreign.torch_files import saved, zip_of
 
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError
 from dtckpt.format.pickled_tree import read_tree

@@ -8,7 +8,7 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from support.torch_files import zip_of
+from checkpoint.foreign.torch_files import zip_of
 
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.pickled_tree import read_tree

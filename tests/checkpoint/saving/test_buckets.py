@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import staging_memory_cases
 from support.states import packed
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, errors
 from dtckpt.checkpoint.saving.buckets import BucketSource
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
+
+from . import staging_memory_cases
 
 OPTIONS = SaveOptions(staging_nbytes=8192, chunk_nbytes=4096, overwrite=True)
 MIB = 1 << 20

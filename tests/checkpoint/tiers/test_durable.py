@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support import forkserver, tier_faults
+from support import forkserver
 
 import dtckpt
 from dtckpt import CheckpointManager, LocalTier
@@ -15,6 +15,8 @@ from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.checkpoint.saving import attempt
 from dtckpt.checkpoint.tiers import session
 from dtckpt.errors import StorageError
+
+from . import tier_faults
 
 
 class Storage:

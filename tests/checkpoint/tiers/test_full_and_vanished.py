@@ -7,9 +7,11 @@ import socket
 
 import pytest
 import torch
-from support import forkserver, mounts, tier_cases, tier_faults
+from support import forkserver, mounts
 
 from dtckpt import CheckpointManager, LocalTier
+
+from . import tier_cases, tier_faults
 
 STEP_NBYTES = 4 << 20
 

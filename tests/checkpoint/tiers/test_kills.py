@@ -7,9 +7,9 @@ import signal
 
 import pytest
 import torch
-from support import elastic_training
-from support.coordination_contract import wait_until
-from support.elastic_jobs import running
+from elastic import elastic_training
+from elastic.elastic_jobs import running
+from support.client_calls import wait_until
 from support.shares import IS_ALL, SEED
 
 import dtckpt
