@@ -238,6 +238,7 @@ def save_and_die(
     inner = connect()
     is_victim, pid_file = inner.member.client == victim, Path(folder) / "pid"
     coordination: FaultyCoordination = FaultyCoordination(inner)
+    # Before all have voted that their parts are written, a commit would publish a checkpoint without the victim's part.
     if when == "before the save":
         if is_victim:
             inner.register()
@@ -250,12 +251,14 @@ def save_and_die(
     elif when == "in written":
         coordination = FaultyCoordination(inner, {("barrier", 1): Fault(before=_die)} if is_victim else {})
     elif when == "in written, arrived":
+        # Its vote is stored, so a barrier that counted votes alone would go on, and the merge wait for a dead client.
         last = max(client for client in range(inner.member.num_clients) if client != victim)
         if is_victim:
             coordination = _DieOnceArrived(inner, "save/written", pid_file)
         elif inner.member.client == last:
             wait = Fault(before=lambda: _wait_for_death_of(pid_file))
             coordination = FaultyCoordination(inner, {("barrier", 1): wait})
+    # From here on all parts are written. A half merged or half replaced checkpoint would be neither old nor new.
     elif when == "before merged":
         coordination = FaultyCoordination(inner, {("heartbeat", 2): Fault(before=_die)} if is_victim else {})
     elif when == "amid the merge":

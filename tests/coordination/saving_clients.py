@@ -41,6 +41,8 @@ class HaltingCoordination:
         return getattr(self._inner, name)
 
     def _pass(self, place: Halt) -> None:
+        # A client that is killed or frozen here is one that the others wait for: without heartbeats, for ever; and if
+        # it could come back unnoticed, it would write into a checkpoint that the others have given up.
         if place == self.halt:
             self._pipe.send("halted")
             self._pipe.recv()

@@ -127,7 +127,9 @@ class Saver:
 
     def __call__(self, step: int) -> Step:
         start, place = time.monotonic(), (self._client, step)
-        if place in self._training.skips:
+        if (
+            place in self._training.skips
+        ):  # its next save would meet the others' saves of the step before: rows would mix
             return Step(step, "skipped", "", 0.0)
         try:
             path = self._save(step, place)
@@ -146,9 +148,9 @@ class Saver:
         row = torch.full((1, ROW), step, dtype=torch.int64)
         shape = self._layout.mesh.size(), ROW
         tree: dict[str, Any] = {"rows": dtckpt.pack([row], self._layout, shape)}
-        if place in self._training.raises:
+        if place in self._training.raises:  # it leaves before the first barrier, where the others would wait for it
             tree["unfit"] = UnsavableState()
-        if place in self._training.interrupts:
+        if place in self._training.interrupts:  # others would take a checkpoint for saved whose part it never finished
             return interrupted_in(TIMEOUT_S / 4, lambda: self._write(step, tree))
         return self._write(step, tree)
 

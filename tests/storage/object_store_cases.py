@@ -30,6 +30,7 @@ def save_and_die(
     os.environ.update(environment)
     mesh = client_cases.mesh_over_all(axes)
     if dtckpt.client_id() == victim:
+        # Objects cannot be renamed: if they were written in place, readers would find the old checkpoint half replaced.
         if when == "amid its writes":
             client_cases._die_at_write(2)
         else:

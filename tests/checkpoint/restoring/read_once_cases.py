@@ -59,7 +59,7 @@ def fail(path: str, specs: Specs, odd: int) -> None:
     read_all = dtckpt.Checkpoint.read_all
 
     def broken(self: Any, requests: Any, **options: Any) -> int:
-        if dtckpt.client_id() == odd:
+        if dtckpt.client_id() == odd:  # the others wait for the bytes that it would send, until their timeout
             raise ZeroDivisionError("no read today")
         return read_all(self, requests, **options)
 

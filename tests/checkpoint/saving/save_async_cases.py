@@ -105,6 +105,7 @@ def fail_in_background(folder: str, victim: int) -> list[str]:
         return "ok"
 
     if client == victim:
+        # A client that did not look at its handle would go on as if the step were saved, until a crash needs it.
         TensorStoreWriter.write = fail  # type: ignore[method-assign]
     try:
         handle = dtckpt.save_async(f"{folder}/a", tree, options=options)
@@ -133,9 +134,9 @@ def die_in_background(path: str, victim: int, where: str) -> float:
     def die(*_: Any, **__: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    if client == victim and where == "writing":
+    if client == victim and where == "writing":  # the others would wait for it, or commit without its part
         TensorStoreWriter.write = die  # type: ignore[method-assign]
-    elif client == victim and where == "committing":
+    elif client == victim and where == "committing":  # the others would report a checkpoint that is not there
         commit_by_rename.commit = die
     handle = dtckpt.save_async(path, tree, options=options)
     handle.result(WAIT_S)
@@ -152,7 +153,7 @@ def fail_to_stage(path: str, victim: int) -> None:
     tree = tree_on(mesh_over_all({"x": dtckpt.num_clients()}), SMALL, "new")
     copy = staging._copy
     if dtckpt.client_id() == victim:
-        staging._copy = fail
+        staging._copy = fail  # it leaves before its first barrier, where the others would wait for it until the timeout
     try:
         dtckpt.save_async(path, tree, options=SaveOptions(timeout_s=WAIT_S)).result(WAIT_S)
     finally:
@@ -178,7 +179,7 @@ def exit_after_a_failure(path: str) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("no ink")
 
-    attempt.merge_clients = fail
+    attempt.merge_clients = fail  # the process would end with code 0, and its last step would be missing unseen
     dtckpt.save_async(path, {"w": torch.ones(3)}).wait(WAIT_S)
 
 
@@ -188,7 +189,7 @@ def fork_amid_a_save(path: str) -> None:
         handle = dtckpt.save_async(path, {"w": torch.ones(3)})
         assert gate.reached.wait(WAIT_S)
         child = os.fork()
-        if not child:
+        if not child:  # it has no thread that writes: it would wait for ever, or commit what its parent still writes
             try:
                 handle.result(WAIT_S)
             except errors.ForkedProcessError:
@@ -268,6 +269,7 @@ def go_on_after_failures(root: str, victim: int, error: str) -> tuple[list[bool]
     with dtckpt.CheckpointManager(root, on_failure="warn") as manager:
         for step in range(3):
             if step == 1 and dtckpt.client_id() == victim:
+                # If only the victim counted the failure, it would stop at another step than the others, who would hang.
                 TensorStoreWriter.commit = fail  # type: ignore[method-assign]
             try:
                 began.append(manager.save(step, tree_on(mesh, SMALL, str(step))) is not None)
@@ -291,6 +293,7 @@ def export(root: str, path: str, shard_size: int, victim: int = -1) -> list[str]
 
     def note(self: FileWriter, plan: FilePlan, *others: Any) -> None:
         if dtckpt.client_id() == victim:
+            # An index that the others wrote would name a file that is not there.
             raise errors.StorageFullError("no space is left")
         written.append(plan.name)
         write_file(self, plan, *others)
@@ -365,6 +368,7 @@ def die_while_removing(root: str, where: str) -> None:
 
     for step in range(2):
         if step == 1 and dtckpt.client_id() == 0:
+            # A removal in place would leave a checkpoint with its manifest and without some of its chunks.
             if where == "before the rename":
                 commit_by_rename.discard = die
             elif where == "before the deletion":

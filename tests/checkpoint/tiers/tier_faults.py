@@ -94,13 +94,21 @@ def _half_sent(act: Callable[[], object], is_now: Callable[[], bool]) -> Any:
 
 
 POINTS: dict[str, Callable[[Callable[[], object], Callable[[], bool]], Any]] = {
+    # Before the vote. A restore that counted the step would look for elements that this host never wrote; if the index
+    # counted as a vote, the other hosts would not have the step that this one wants.
     "filled": lambda act, is_now: _after(HostFolder, "take", act, is_now),
     "staged": lambda act, is_now: _before(HostFolder, "put", act, is_now),
     "index written": lambda act, is_now: _after(HostFolder, "put", act, is_now),
+    # The others have the verdict, and this host has no note of it. If its part did not count, hosts would restore
+    # different steps.
     "voted": lambda act, is_now: _before(HostFolder, "note_voted", act, is_now),
+    # After the note, with no copy or a part of one. A host that took half a copy for a whole one would restore torn
+    # elements if the owner were lost.
     "noted": lambda act, is_now: _after(HostFolder, "note_voted", act, is_now),
     "copying": _half_sent,
     "copied": lambda act, is_now: _after(Peer, "put", act, is_now),
+    # Two steps are there. A restore that took the older one, or a removal that began with the newer one, would lose
+    # what training was told is protected.
     "removing": lambda act, is_now: _before(HostFolder, "remove_all_but", act, is_now),
 }
 """Where in a local save a client may die."""
@@ -173,7 +181,7 @@ def close_and_save_again(root: Path, folder: Path, hosts: Sequence[str]) -> list
 
     def late(name: str) -> Any:
         if dtckpt.client_id() == 0:
-            time.sleep(0.5)
+            time.sleep(0.5)  # a client that met those of the closed manager would wait for clients that have left
         return real(name)
 
     manager = CheckpointManager(root, local=tier(folder, hosts), save_interval_steps=4, options=OPTIONS)
@@ -186,6 +194,8 @@ def close_and_save_again(root: Path, folder: Path, hosts: Sequence[str]) -> list
 
 def save_as_one_host(root: Path, folder: Path) -> None:
     """Save a step on clients whose hosts have one name, and directories of their own at one path."""
+    # If names alone told hosts apart, each client would take its directory for the other's,
+    # and look there for both parts.
     own = f"directory of client {dtckpt.client_id()}"
     with mock.patch.object(HostFolder, "token", return_value=own):
         save_beside(root, folder, ["host", "host"], [7], 100, {})
@@ -202,7 +212,7 @@ def save_on_small_disk(root: str, folder: str, nbytes: int, steps: int, pipe: An
                 if manager.save(step, {"weight": torch.full((1 << 18,), float(step))}) is None:
                     refused.append(step)
                 manager.wait()
-                if step == 2:
+                if step == 2:  # if the tier counted on its spare file, it would stop the training that it protects
                     Path(folder, "filler").write_bytes(bytes(shutil.disk_usage(folder).free))
                     shutil.rmtree(next(Path(folder).glob("*/spare")))
                 if step == 5:
@@ -215,14 +225,17 @@ def save_on_small_disk(root: str, folder: str, nbytes: int, steps: int, pipe: An
 
 
 def _full(*_: Any) -> None:
+    # If the error reached the caller, a partner's full memory would end the training of all.
     raise StorageFullError("the local tier is full: 8 KiB are in use, and 4 KiB more are needed")
 
 
 def _silent(handler: _Handler, *_: Any) -> None:
+    # Without a timeout of the copy, each later save would wait for it for ever.
     _let_go.wait(60)
 
 
 def _hangs_up(handler: _Handler, *_: Any) -> None:
+    # A copy that was cut off and counted would be missed when its owner is lost.
     raise ConnectionResetError
 
 
@@ -290,6 +303,7 @@ def save_and_die_writing(
         if is_cut.is_set():
             assert may_die.wait(60)
             if dtckpt.client_id() in victims:
+                # Without the note that this step is due in the root, the next attempt would leave it unwritten there.
                 _die()
         return real(self)
 
