@@ -313,7 +313,7 @@ def training(
     if is_sharded:
         fully_shard(model.experts, mesh=mesh["dp"])
         fully_shard(model.out, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    return model, torch.optim.AdamW(model.parameters(), lr=0.05), mesh
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05, fused=True), mesh
 
 
 def train(model: Model, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: range) -> list[float]:

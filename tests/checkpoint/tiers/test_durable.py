@@ -402,6 +402,7 @@ def test_storage_that_does_not_answer_and_an_empty_tier(tmp_path, monkeypatch):
         manager_.restore()
 
 
+@pytest.mark.processes
 def test_a_process_that_ends_without_closing(tmp_path):
     """Both the save of the tier and the write to the root that follows it end before the process does."""
     process = forkserver.start(tier_faults.save_and_leave, str(tmp_path))

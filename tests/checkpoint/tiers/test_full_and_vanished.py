@@ -99,6 +99,7 @@ def test_the_path_is_a_file(tmp_path, caplog):
     assert any("tier" in text for text in warnings_of(caplog))
 
 
+@pytest.mark.processes
 def test_a_full_file_system(tmp_path):
     """Situation 17: steps due in the root are written there directly; the tier comes back when there is space."""
     folder = tmp_path / "tier"

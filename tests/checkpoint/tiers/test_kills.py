@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 CLIENTS = 4
 KILLS = 3 if IS_ALL else 1
-STEPS = 60 + 30 * KILLS
+STEPS = 40 + 30 * KILLS
 LOST_STEPS = 10
 """At most so many steps are done anew: a step is protected soon after it is saved, also on a busy machine."""
 

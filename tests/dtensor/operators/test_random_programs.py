@@ -34,7 +34,7 @@ def name_of(seeds):
     return f"{seeds.start}-{seeds.stop - 1}"
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(2)
 @pytest.mark.parametrize("seeds", batches(1, 20_000, 100), ids=name_of)
 def test_one_process(seeds):
     for seed in seeds:
