@@ -238,10 +238,7 @@ class Trainers(Crew):
             assert self.answer(client) == "done"
         running = set() if self._training.is_lockstep else set(clients)
         while running:
-            for client in list(running):
-                if not self.has_answered(client):
-                    time.sleep(0.005)
-                    continue
+            for client in self.wait_for_any(running):
                 message = self.answer(client)
                 if message == "done":
                     running.remove(client)

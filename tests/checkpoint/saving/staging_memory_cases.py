@@ -1,7 +1,7 @@
-"""A process that saves once in the background, and prints by how many bytes its resident memory grew at most."""
+"""A process that saves once in the background, and says by how many bytes its resident memory grew at most."""
 
-import sys
 import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ def peak_nbytes() -> int:
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
 
-def main(nbytes: int, bound: int) -> None:
+def save(nbytes: int, bound: int, pipe: Connection) -> None:
     tensors = {f"w{number}": torch.full((nbytes // 4 // 8,), float(number)) for number in range(8)}
     with tempfile.TemporaryDirectory() as folder:
         dtckpt.save(f"{folder}/warm_up", {"a": torch.ones(4)})
@@ -25,10 +25,7 @@ def main(nbytes: int, bound: int) -> None:
         for tensor in tensors.values():
             tensor.fill_(-1)
         handle.result()
-        print(peak_nbytes() - before)
+        grown = peak_nbytes() - before
         restored = dtckpt.restore(f"{folder}/s")
     assert all(bool((restored[f"w{number}"] == number).all()) for number in range(8))
-
-
-if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    pipe.send(grown)
