@@ -1,3 +1,4 @@
+import gc
 import logging
 import os
 from pathlib import Path
@@ -27,6 +28,8 @@ settings.register_profile(
 settings.register_profile("nightly", settings.get_profile("ci"), max_examples=1000)
 settings.load_profile("nightly" if shares.IS_ALL else "ci")
 
+# It would look through all that is imported while tests are collected, again and again, for a sixth of the time.
+gc.disable()
 # Processes that tests start inherit what this one ignores.
 forkserver.reset_signals()
 
@@ -53,6 +56,10 @@ def one_client_alone(monkeypatch):
 
 def pytest_report_header():
     return shares.header()
+
+
+def pytest_collection_finish():
+    gc.enable()
 
 
 def pytest_addoption(parser):

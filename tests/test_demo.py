@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.example_cases import run_loop
+from interop.example_cases import run_loop
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import click
+import docs_cases
 import pytest
-from support import docs_cases
 
 import dtckpt
 from dtckpt.cli.commands import cli
@@ -33,7 +33,7 @@ PAGES = {
     "docs/tensor_parallel.md": ("tensor_parallel", 2),
     "docs/tiers.md": ("tiers", 2),
 }
-"""Pages whose blocks run here: their names in `support.docs_cases`, and the number of clients."""
+"""Pages whose blocks run here: their names in `docs_cases`, and the number of clients."""
 ELSEWHERE = {
     "docs/adopt.md": "tests/interop/test_adopt.py",
     "docs/contributing/cli_command.md": "tests/test_contributing.py",

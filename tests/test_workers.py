@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from support import shares
+from support import shares, tests_of
 from support.batches import MOST_WITH_CLIENTS, SIZE, Dealer, neighbours
 from support.forked_workers import num_workers
 from support.shares import share, todays
@@ -166,3 +166,12 @@ def test_functions_with_one_name_are_one_sweep(some):
     chosen = todays([*always, *alone, *together])
     assert set(always) <= chosen
     assert [len(chosen & set(cases)) for cases in (alone, together)] == [2, 3]
+
+
+def test_the_hook_runs_the_fast_tests_of_make():
+    makefile = (Path(__file__).parents[1] / "Makefile").read_text()
+    assert f'-m pytest {" ".join(tests_of.OPTIONS[:2])} "{tests_of.OPTIONS[2]}"' in makefile
+    assert list(tests_of.tests_of(["dtckpt/layout/mesh.py", "server/dtckpt_server/rules.py", "README.md"])) == [
+        "tests/layout/test_mesh.py",
+        "tests/server",
+    ]

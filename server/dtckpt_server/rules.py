@@ -7,7 +7,7 @@ Pure: no clock, no I/O, no randomness. One function changes the state::
 Every event comes with the time. The effects say what the server must do: answer, refuse, wake waiters, write log lines.
 The same events give the same effects, so tests run the rules by the million, and the server is a thin adapter.
 
-Invariants; ``tests/support/coordinator_simulation.py`` checks the first three after every event:
+Invariants; ``tests/server/coordinator_simulation.py`` checks the first three after every event:
 
 * A barrier (a round of a name) is decided once. It is open while ``decided_at`` is None, and then in ``job.open``.
 * A round of an operation takes place once.

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import checkpoint_cases
 from support.states import bits_of, packed, tensor_of
 
 import dtckpt
@@ -17,6 +16,8 @@ from dtckpt import Layout, RestoreOptions, SaveOptions, abstract_mesh, errors
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.format.names import MAX_NAME_BYTES
+
+from . import client_cases
 
 MESH = abstract_mesh({"x": 2, "y": 2})
 ROWS = Layout(["x", "unsharded"], MESH)
@@ -367,7 +368,7 @@ def test_directories_that_may_not_be_read(tmp_path, pool):
     os.chmod(folder / "manifest" / MANIFEST_NAME, 0o600)
     for chunk in (folder / "data" / "w" / "c").rglob("*"):
         os.chmod(chunk, 0o755 if chunk.is_dir() else 0o600)
-    (found,) = pool.values(checkpoint_cases.as_nobody, str(folder), clients=1)
+    (found,) = pool.values(client_cases.as_nobody, str(folder), clients=1)
     for what, outcome in found.items():
         assert outcome.startswith("StoragePermissionError: cannot "), (what, outcome)
         assert "check the permissions" in outcome
@@ -377,7 +378,7 @@ def test_directories_that_may_not_be_read(tmp_path, pool):
 @pytest.mark.processes
 def test_a_full_disk(tmp_path):
     nbytes = 4 << 20
-    script = f"from support.checkpoint_cases import fill_disk; fill_disk({str(tmp_path)!r}, {nbytes})"
+    script = f"from checkpoint.client_cases import fill_disk; fill_disk({str(tmp_path)!r}, {nbytes})"
     mount = f'mount -t tmpfs -o size={nbytes} tmpfs \'{tmp_path}\' || exit 99; exec "$0" -c "$1"'
     if not shutil.which("unshare"):
         pytest.skip("there is no unshare command")

@@ -4,10 +4,11 @@ import re
 
 import pytest
 import torch
-from support import checkpoint_cases
 
 import dtckpt
 from dtckpt.errors import to_wire
+
+from . import client_cases
 
 pytestmark = pytest.mark.processes
 
@@ -48,12 +49,12 @@ def saved(request, pool, tmp_path_factory):
     meeting = {} if request.param == "process_group" else {"coordinator": request.getfixturevalue("coordinator")}
     folder = tmp_path_factory.mktemp("saved")
     axes = {"x": 2, "y": 2}
-    reports = pool.values(checkpoint_cases.save, f"{folder}/one", axes, TENSORS, generation="1", clients=4, **meeting)
+    reports = pool.values(client_cases.save, f"{folder}/one", axes, TENSORS, generation="1", clients=4, **meeting)
     assert all(list(report["phases"]) == ["plan", "barrier", "edges", "write", "merge"] for report in reports), reports
     assert sum(report["client_nbytes"] for report in reports) == reports[0]["nbytes"]
     assert all(report["client_nbytes"] > 0 for report in reports)
     pool.values(
-        checkpoint_cases.save,
+        client_cases.save,
         f"{folder}/two",
         axes,
         TENSORS,
@@ -73,7 +74,7 @@ def test_any_number_of_clients_restores(pool, saved, which, restore):
     folder, meeting = saved
     clients, devices, axes, tensors = RESTORES[restore]
     found = pool.values(
-        checkpoint_cases.restore,
+        client_cases.restore,
         f"{folder}/{which}",
         axes,
         tensors,
@@ -93,52 +94,50 @@ def test_one_process_alone_reads_and_reshards(saved, tmp_path):
         layout = checkpoint.tensors["model/w"].layout
         assert (layout.sharding_specs, layout.mesh.axis_sizes) == (["x", "y"], {"x": 2, "y": 2})
         assert {chunk.client for chunk in checkpoint.tensors["model/w"].chunks} == {0, 1, 2, 3}
-    assert checkpoint_cases.restore(f"{folder}/one", {"z": 1}, RESTORES["1 client"][3], generation="1") == []
+    assert client_cases.restore(f"{folder}/one", {"z": 1}, RESTORES["1 client"][3], generation="1") == []
     dtckpt.reshard(folder / "one", tmp_path / "two", mesh=dtckpt.abstract_mesh({"rows": 2}))
-    assert checkpoint_cases.restore(f"{tmp_path}/two", {"z": 1}, RESTORES["1 client"][3], generation="1") == []
+    assert client_cases.restore(f"{tmp_path}/two", {"z": 1}, RESTORES["1 client"][3], generation="1") == []
 
 
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_rows_between_uneven_shards_go_to_their_owner(pool, tmp_path, meeting, kvstore):
     tensors = {"v": ((50257, 3), "float32", [("x", "y"), "unsharded"])}
     path, axes = f"{tmp_path}/s", {"x": 2, "y": 2}
-    reports = pool.values(checkpoint_cases.save, path, axes, tensors, kvstore=kvstore, clients=4, **meeting)
+    reports = pool.values(client_cases.save, path, axes, tensors, kvstore=kvstore, clients=4, **meeting)
     assert all("edges" in report["phases"] for report in reports)
     with dtckpt.open_checkpoint(path) as checkpoint:
         assert checkpoint.tensors["v"].num_chunks <= 8
         assert checkpoint.verify().damages == ()
     other = {"v": ((50257, 3), "float32", ["z", "unsharded"])}
-    assert pool.values(checkpoint_cases.restore, path, {"z": 3}, other, clients=3, **meeting) == [[]] * 3
+    assert pool.values(client_cases.restore, path, {"z": 3}, other, clients=3, **meeting) == [[]] * 3
 
 
 def test_a_checkpoint_is_replaced_by_all_together(pool, tmp_path, meeting):
     path, axes = f"{tmp_path}/s", {"x": 2, "y": 2}
     for generation in ("1", "2"):
-        pool.values(
-            checkpoint_cases.save, path, axes, TENSORS, generation=generation, overwrite=True, clients=4, **meeting
-        )
+        pool.values(client_cases.save, path, axes, TENSORS, generation=generation, overwrite=True, clients=4, **meeting)
         assert [entry.name for entry in tmp_path.iterdir()] == ["s"]
-    found = pool.values(checkpoint_cases.restore, path, axes, TENSORS, generation="2", clients=4, **meeting)
+    found = pool.values(client_cases.restore, path, axes, TENSORS, generation="2", clients=4, **meeting)
     assert found == [[]] * 4
-    answers = pool.run(checkpoint_cases.save, path, axes, TENSORS, generation="3", clients=4, **meeting)
+    answers = pool.run(client_cases.save, path, axes, TENSORS, generation="3", clients=4, **meeting)
     assert {answer.error for answer in answers} == {"CheckpointExistsError"}
-    assert pool.values(checkpoint_cases.restore, path, axes, TENSORS, generation="2", clients=4, **meeting) == [[]] * 4
+    assert pool.values(client_cases.restore, path, axes, TENSORS, generation="2", clients=4, **meeting) == [[]] * 4
 
 
 def test_a_part_of_the_job_saves(pool, tmp_path, meeting):
-    assert pool.values(checkpoint_cases.save_on_a_part_of_the_job, f"{tmp_path}/s", 2, clients=3, **meeting) == [[]] * 3
+    assert pool.values(client_cases.save_on_a_part_of_the_job, f"{tmp_path}/s", 2, clients=3, **meeting) == [[]] * 3
     with dtckpt.open_checkpoint(tmp_path / "s") as checkpoint:
         assert checkpoint.manifest.num_clients == 2
 
 
 def test_threads_of_a_process_take_turns(pool, tmp_path, meeting):
-    assert pool.values(checkpoint_cases.save_in_two_threads, f"{tmp_path}", 1, clients=3, **meeting) == [[]] * 3
+    assert pool.values(client_cases.save_in_two_threads, f"{tmp_path}", 1, clients=3, **meeting) == [[]] * 3
     for name in ("a0", "b0"):
         assert torch.equal(dtckpt.restore(tmp_path / name)["w"], torch.zeros(300))
 
 
 def test_only_members_of_a_mesh_save_on_it(pool, tmp_path, meeting):
-    answers = pool.run(checkpoint_cases.save_as_a_stranger, f"{tmp_path}/s", clients=3, **meeting)
+    answers = pool.run(client_cases.save_as_a_stranger, f"{tmp_path}/s", clients=3, **meeting)
     assert [answer.error for answer in answers] == ["", "", "MeshError"]
     assert "save cannot run over clients [0, 1] from client 2" in answers[2].text
 
@@ -170,7 +169,7 @@ NAMED |= {"error of the state": "ZeroDivisionError: no state today", "unsavable"
 
 @pytest.mark.parametrize("kind", DISAGREEMENTS)
 def test_clients_that_disagree_all_get_the_same_error(pool, tmp_path, meeting, kind):
-    answers = pool.run(checkpoint_cases.save_differently, f"{tmp_path}/s", 3, kind, clients=3, **meeting)
+    answers = pool.run(client_cases.save_differently, f"{tmp_path}/s", 3, kind, clients=3, **meeting)
     assert {answer.error for answer in answers} == {DISAGREEMENTS[kind]}, answers
     assert len({answer.text for answer in answers}) == 1, answers
     assert re.search("clients? 2", answers[0].text)
@@ -193,10 +192,8 @@ def test_clients_that_disagree_all_get_the_same_error(pool, tmp_path, meeting, k
 )
 def test_restores_that_differ_touch_nothing(pool, tmp_path, meeting, kind, error):
     for name in ("s", "s_2"):
-        pool.values(
-            checkpoint_cases.save, f"{tmp_path}/{name}", {"x": 3}, checkpoint_cases.WEIGHT, clients=3, **meeting
-        )
-    answers = pool.run(checkpoint_cases.restore_differently, f"{tmp_path}/s", 3, kind, clients=3, **meeting)
+        pool.values(client_cases.save, f"{tmp_path}/{name}", {"x": 3}, client_cases.WEIGHT, clients=3, **meeting)
+    answers = pool.run(client_cases.restore_differently, f"{tmp_path}/s", 3, kind, clients=3, **meeting)
     assert {answer.error for answer in answers} == {error}, answers
     assert len({answer.text for answer in answers}) == 1, answers
     assert max(answer.seconds for answer in answers) < 5
@@ -204,7 +201,7 @@ def test_restores_that_differ_touch_nothing(pool, tmp_path, meeting, kind, error
 
 def test_a_shared_file_system_is_needed(pool, tmp_path, meeting):
     answers = pool.run(
-        checkpoint_cases.save_elsewhere, f"{tmp_path}/s", clients=2, by_client={1: (f"{tmp_path}/private",)}, **meeting
+        client_cases.save_elsewhere, f"{tmp_path}/s", clients=2, by_client={1: (f"{tmp_path}/private",)}, **meeting
     )
     assert {answer.error for answer in answers} == {"StorageError"}, answers
     assert len({answer.text for answer in answers}) == 1
@@ -255,9 +252,9 @@ def test_a_client_that_dies_takes_nothing_along(request, pool, tmp_path, way, vi
     meeting = {} if way == "process_group" else {"coordinator": request.getfixturevalue("coordinator")}
     axes, path, other = {"x": 4}, f"{tmp_path}/s", f"{tmp_path}/other"
     for target in (path, other):
-        pool.values(checkpoint_cases.save, target, axes, STATE, generation="old", clients=4, **meeting)
+        pool.values(client_cases.save, target, axes, STATE, generation="old", clients=4, **meeting)
     answers = pool.run(
-        checkpoint_cases.save_and_die,
+        client_cases.save_and_die,
         path,
         axes,
         STATE,
@@ -277,17 +274,17 @@ def test_a_client_that_dies_takes_nothing_along(request, pool, tmp_path, way, vi
     assert all(tuple(answer.facts["clients"]) == (victim,) for answer in survivors)
     assert max(answer.seconds for answer in survivors) < HEARTBEAT_TIMEOUT_S + 2
 
-    assert checkpoint_cases.restore(other, {"x": 1}, STATE, generation="old") == []
+    assert client_cases.restore(other, {"x": 1}, STATE, generation="old") == []
     found = {
-        generation: checkpoint_cases.restore(path, {"x": 1}, STATE, generation=generation) == []
+        generation: client_cases.restore(path, {"x": 1}, STATE, generation=generation) == []
         for generation in ("old", "new")
     }
     assert sum(found.values()) == 1, "neither the old nor the new checkpoint"
     assert left == "either" or found[left], found
 
     # And the job goes on, with what is left lying around.
-    pool.values(checkpoint_cases.save, path, axes, STATE, generation="newer", overwrite=True, clients=4, **meeting)
-    assert checkpoint_cases.restore(path, {"x": 1}, STATE, generation="newer") == []
+    pool.values(client_cases.save, path, axes, STATE, generation="newer", overwrite=True, clients=4, **meeting)
+    assert client_cases.restore(path, {"x": 1}, STATE, generation="newer") == []
     assert sorted(entry.name for entry in tmp_path.iterdir() if entry.name != "pid") == ["other", "s"]
 
 
@@ -308,13 +305,13 @@ def test_a_client_that_dies_takes_nothing_along(request, pool, tmp_path, way, vi
     ],
 )
 def test_pack_finds_the_global_shape(pool, axes, specs, shape, devices):
-    found = pool.values(checkpoint_cases.pack_over_clients, axes, specs, shape, devices, clients=3, group=True)
+    found = pool.values(client_cases.pack_over_clients, axes, specs, shape, devices, clients=3, group=True)
     assert found == [[]] * 3
 
 
 @pytest.mark.parametrize("kind", ["shape", "rank", "dtype", "count", "kind"])
 def test_components_that_disagree(pool, kind):
-    answers = pool.run(checkpoint_cases.pack_differently, 3, kind, clients=3, group=True)
+    answers = pool.run(client_cases.pack_differently, 3, kind, clients=3, group=True)
     expected = "LayoutTypeError" if kind == "kind" else "ComponentError"
     assert {answer.error for answer in answers} == {expected}, answers
     assert len({answer.text for answer in answers}) == 1, answers
@@ -322,7 +319,7 @@ def test_components_that_disagree(pool, kind):
 
 
 def test_pending_reductions_over_clients(pool):
-    found = pool.values(checkpoint_cases.sum_over_clients, 3, clients=3, group=True)
+    found = pool.values(client_cases.sum_over_clients, 3, clients=3, group=True)
     assert found == [[111.0, 111.0, 222.0]] * 3
 
 
@@ -338,9 +335,9 @@ def test_pending_reductions_over_clients(pool):
 )
 def test_torch_dtensors(pool, tmp_path, clients, mesh, placements, new_clients, new_mesh, new_placements):
     shape = (10, 7)
-    pool.values(checkpoint_cases.torch_save, f"{tmp_path}/s", mesh, placements, shape, clients=clients, group=True)
+    pool.values(client_cases.torch_save, f"{tmp_path}/s", mesh, placements, shape, clients=clients, group=True)
     found = pool.values(
-        checkpoint_cases.torch_restore,
+        client_cases.torch_restore,
         f"{tmp_path}/s",
         new_mesh,
         new_placements,
@@ -352,11 +349,11 @@ def test_torch_dtensors(pool, tmp_path, clients, mesh, placements, new_clients, 
 
 
 def test_the_pool_itself(pool):
-    answers = pool.run(checkpoint_cases.fail, clients=2)
+    answers = pool.run(client_cases.fail, clients=2)
     assert [answer.error for answer in answers] == ["ZeroDivisionError"] * 2
     assert to_wire(ZeroDivisionError("x"))[0] == "ClientFailedError"
-    assert pool.values(checkpoint_cases.who, clients=3) == [(0, 3), (1, 3), (2, 3)]
-    first = pool.values(checkpoint_cases.pid, clients=2)
-    assert pool.values(checkpoint_cases.pid, clients=2) == first
-    assert pool.run(checkpoint_cases.die, clients=2)[0].has_died
-    assert set(pool.values(checkpoint_cases.pid, clients=2)).isdisjoint(first)
+    assert pool.values(client_cases.who, clients=3) == [(0, 3), (1, 3), (2, 3)]
+    first = pool.values(client_cases.pid, clients=2)
+    assert pool.values(client_cases.pid, clients=2) == first
+    assert pool.run(client_cases.die, clients=2)[0].has_died
+    assert set(pool.values(client_cases.pid, clients=2)).isdisjoint(first)

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from support import per_client_cases
-from support.per_client_cases import by_clients, client_of, last_value, target_of, values_of
 
 import dtckpt
 from dtckpt import ClientValues, PerClient
 from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.errors import ConfigError, TensorNotFoundError
+
+from . import per_client_cases
+from .per_client_cases import by_clients, client_of, last_value, target_of, values_of
 
 
 def saved(tmp_path, tree):

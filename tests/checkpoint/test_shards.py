@@ -5,7 +5,6 @@ import gc
 
 import pytest
 import torch
-from support import shards_cases as cases
 from torch import nn
 
 import dtckpt
@@ -13,6 +12,8 @@ from dtckpt import Shards
 from dtckpt.checkpoint.shards import mark_of, shard_marks
 from dtckpt.errors import ConfigError, MeshError, TreeError
 from dtckpt.interop.dcp.state_items import encode_item
+
+from . import shards_cases as cases
 
 
 @pytest.mark.processes

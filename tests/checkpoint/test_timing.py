@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from support import timing_cases
 from support.states import packed
 
 import dtckpt
@@ -18,6 +17,8 @@ from dtckpt.checkpoint.timing import Phases, Written, find_slow
 from dtckpt.coordination.api import MAX_PAYLOAD_BYTES
 from dtckpt.errors import CheckpointExistsError
 from dtckpt.format.manifest import PhaseCost
+
+from . import timing_cases
 
 MESH = abstract_mesh({"x": 2})
 TREE = {"w": torch.arange(3000.0), "v": packed(torch.ones(64), Layout(["x"], MESH)), "step": 3}
@@ -101,11 +102,11 @@ def test_reports_and_the_manifest(tmp_path):
 
 @pytest.mark.processes
 def test_every_client_s_phases_are_in_the_manifest(pool, tmp_path, meeting):
-    from support import checkpoint_cases
+    from . import client_cases
 
     tensors = {"w": ((12, 4), "float32", ["x", "unsharded"]), "uneven": ((50257,), "int64", [("x", "y")])}
     reports = pool.values(
-        checkpoint_cases.save, f"{tmp_path}/s", {"x": 3, "y": 2}, tensors, devices=2, clients=3, **meeting
+        client_cases.save, f"{tmp_path}/s", {"x": 3, "y": 2}, tensors, devices=2, clients=3, **meeting
     )
     with dtckpt.open_checkpoint(tmp_path / "s") as checkpoint:
         costs = checkpoint.manifest.costs

@@ -13,7 +13,7 @@ import pytest
 import trustme
 from dtckpt_server.tls import TlsFiles
 from dtckpt_server.tokens import Tokens
-from support.coordination_contract import Running, at, leave_all, wait_until
+from support.client_calls import Running, at, leave_all, wait_until
 from support.coordinators import running_server, server_process
 
 from dtckpt.coordination.api import BarrierStatus, JobStatus, Member, Progress, TaskStatus

@@ -5,7 +5,7 @@ import weakref
 from functools import partial
 
 import pytest
-from support.coordination_contract import wait_until
+from support.client_calls import wait_until
 
 from dtckpt.comm import background_threads
 

@@ -4,11 +4,12 @@ import operator
 
 import pytest
 import torch
-from support import collectives_cases
 from support.states import NCCL, needs_cards
 
 from dtckpt.comm import collectives
 from dtckpt.comm.collectives import NativeCollectives, PairwiseCollectives, collectives_of, reduce_terms
+
+from . import collectives_cases
 
 IMPLEMENTATIONS = [
     pytest.param(None, 1, None, id="pairwise alone"),

@@ -2,10 +2,11 @@
 
 import pytest
 import torch.distributed as dist
-from support import point_to_point_cases
 
 from dtckpt.comm.point_to_point import Connections
 from dtckpt.errors import CoordinationError
+
+from . import point_to_point_cases
 
 pytestmark = pytest.mark.processes
 

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from support.coordination_contract import wait_until
+from support.client_calls import wait_until
 
 import dtckpt
 from dtckpt import errors

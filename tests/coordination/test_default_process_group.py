@@ -5,13 +5,14 @@ import socket
 import pytest
 import torch
 import torch.distributed as dist
-from support import process_group_cases as cases
 from support.coordinators import server_in_thread
 
 import dtckpt
 from dtckpt import Layout, Replicate, Shard, errors
 from dtckpt.config import Config
 from dtckpt.coordination import default_process_group
+
+from . import process_group_cases as cases
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,15 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from support.coordination_contract import Running, at, leave_all, same_error, together, wait_until
+from support.client_calls import (
+    Running,
+    at,
+    leave_all,
+    same_error,
+    together,
+    wait_until,
+)
 from support.coordinators import server_in_thread, server_process
-from support.saving_clients import HEARTBEAT_S, NUM_CLIENTS, Halt, proxy, savers
 from torch._C._distributed_c10d import HashStore
 
 from dtckpt import errors
@@ -22,6 +28,7 @@ from dtckpt.coordination.single_client import SingleClientCoordination
 from dtckpt.coordination.torch_store import TorchStoreCoordination
 from dtckpt.coordination.verdicts import PASSED, Decision
 
+from .saving_clients import HEARTBEAT_S, NUM_CLIENTS, Halt, proxy, savers
 from .test_outages import BARRIER, LATE, VICTIM, is_whole, missing
 
 TIMEOUT_S = 3.0

@@ -3,12 +3,14 @@
 import secrets
 
 import pytest
-from support.coordination_contract import HEARTBEAT_S, ManyClientsContract
+from support.client_calls import HEARTBEAT_S
 
 from dtckpt.coordination import torch_store
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.faulty import Fault, FaultyCoordination
 from dtckpt.coordination.single_client import SingleClientCoordination
+
+from .contract import ManyClientsContract
 
 
 class TestFaultyWithoutFaults(ManyClientsContract):

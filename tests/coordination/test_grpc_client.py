@@ -12,9 +12,15 @@ import grpc
 import pytest
 from dtckpt_server import server as server_module
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.coordination_contract import ManyClientsContract, Running, at, leave_all, same_error, together, wait_until
+from support.client_calls import (
+    Running,
+    at,
+    leave_all,
+    same_error,
+    together,
+    wait_until,
+)
 from support.coordinators import ServerProcess, running_server, server_in_thread, server_process
-from support.saving_clients import proxy
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
@@ -23,6 +29,9 @@ from dtckpt.coordination import grpc_client
 from dtckpt.coordination.api import Member, Vote
 from dtckpt.coordination.grpc_calls import UnknownError
 from dtckpt.coordination.grpc_client import GrpcCoordination
+
+from .contract import ManyClientsContract
+from .saving_clients import proxy
 
 
 def clients_at(port, num_clients, job="job", attempt=0, kind=GrpcCoordination):

@@ -14,9 +14,10 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 from support.coordinators import ServerProcess
-from support.saving_clients import proxy
 from support.shares import share
-from support.training_clients import HEARTBEAT_S, TIMEOUT_S, Trainers, Training
+
+from .saving_clients import proxy
+from .training_clients import HEARTBEAT_S, TIMEOUT_S, Trainers, Training
 
 pytestmark = pytest.mark.processes
 

@@ -6,7 +6,7 @@ import secrets
 import time
 
 import pytest
-from support.coordination_contract import AT_ONCE_S, HEARTBEAT_S, TIMEOUT_S, leave_all, wait_until
+from support.client_calls import AT_ONCE_S, HEARTBEAT_S, TIMEOUT_S, leave_all, wait_until
 from support.coordinators import server_in_thread
 from torch.distributed import HashStore
 

@@ -7,10 +7,11 @@ import random
 from collections import Counter
 
 import pytest
-from support.job_model import FAULTS, HEARTBEAT_TIMEOUT_S, Fault, Job, World, random_job
 from support.shares import share
 
 from dtckpt.coordination import operation_ordinals
+
+from .job_model import FAULTS, HEARTBEAT_TIMEOUT_S, Fault, Job, World, random_job
 
 HISTORIES = share(range(100_000), 150, "histories of the model")
 AT_ONCE = 1000

@@ -5,7 +5,7 @@ import os
 
 import pytest
 from support import forkserver
-from support.coordination_contract import at, leave_all, same_error, together
+from support.client_calls import at, leave_all, same_error, together
 from support.coordinators import server_in_thread
 
 import dtckpt

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.coordination_contract import wait_until
+from support.client_calls import wait_until
 from support.coordinators import server_process
-from support.saving_clients import HEARTBEAT_S, NUM_CLIENTS, UNEVEN_SIZE, Halt, Savers, stopped
 
+from .saving_clients import HEARTBEAT_S, NUM_CLIENTS, UNEVEN_SIZE, Halt, Savers, stopped
 from .test_outages import LATE, MOMENTS, TOLD_WITHIN_S, VICTIM, is_whole, missing
 
 pytestmark = pytest.mark.processes

@@ -10,14 +10,15 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from support.coordination_contract import wait_until
+from support.client_calls import wait_until
 from support.coordinators import server_process
-from support.saving_clients import HEARTBEAT_S, NUM_CLIENTS, Halt, proxy, savers
 
 import dtckpt
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.grpc_calls import CALL_TIMEOUT_S
 from dtckpt.coordination.grpc_client import GrpcCoordination
+
+from .saving_clients import HEARTBEAT_S, NUM_CLIENTS, Halt, proxy, savers
 
 pytestmark = pytest.mark.processes
 

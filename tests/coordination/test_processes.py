@@ -7,12 +7,13 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from support.coordination_contract import wait_until
+from support.client_calls import wait_until
 from support.coordinators import server_process
-from support.killable_clients import HEARTBEAT_S, NUM_CLIENTS, Where, workers
 
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.grpc_client import GrpcCoordination
+
+from .killable_clients import HEARTBEAT_S, NUM_CLIENTS, Where, workers
 
 pytestmark = pytest.mark.processes
 

@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from support.coordination_contract import CoordinationContract
 
 from dtckpt import errors
 from dtckpt.coordination.api import Member, Progress
 from dtckpt.coordination.single_client import SingleClientCoordination
+
+from .contract import CoordinationContract
 
 
 class TestLocal(CoordinationContract):

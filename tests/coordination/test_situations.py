@@ -10,7 +10,7 @@ import threading
 import grpc
 import pytest
 from dtckpt_server import memory
-from support.coordination_contract import (
+from support.client_calls import (
     AT_ONCE_S,
     FIRST,
     HEARTBEAT_S,

@@ -7,9 +7,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from support.coordination_contract import (
+from support.client_calls import (
     HEARTBEAT_S,
-    ManyClientsContract,
     Running,
     at,
     leave_all,
@@ -22,6 +21,8 @@ from dtckpt import errors
 from dtckpt.coordination import torch_store
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.torch_store import TorchStoreCoordination
+
+from .contract import ManyClientsContract
 
 
 def clients_at(store, num_clients, job, **options):

@@ -1,6 +1,7 @@
 import pytest
-from support import seccomp
-from support.forked_clients import Nursery
+
+from . import seccomp
+from .forked_clients import Nursery
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,10 @@
 """Full and read-only disks: every client reports the error, and the old checkpoint stays."""
 
 import pytest
-from support import crash_cases, mounts
-from support.forked_clients import Nursery
+from support import mounts
+
+from . import crash_cases
+from .forked_clients import Nursery
 
 pytestmark = pytest.mark.processes
 

@@ -8,9 +8,10 @@ import os
 from collections import Counter
 
 import pytest
-from support import crash_cases
-from support.crash_faults import HEARTBEAT_TIMEOUT_S, faults_in, record, run_each_in_a_folder
 from support.shares import share
+
+from . import crash_cases
+from .crash_faults import HEARTBEAT_TIMEOUT_S, faults_in, record, run_each_in_a_folder
 
 pytestmark = pytest.mark.processes
 

@@ -6,11 +6,12 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from support import crash_cases
-from support.crash_faults import HEARTBEAT_TIMEOUT_S, record
-from support.forked_clients import Fault
-from support.power_loss import Disk, write_tree
 from support.shares import IS_ALL, SEED, amount, share
+
+from . import crash_cases
+from .crash_faults import HEARTBEAT_TIMEOUT_S, record
+from .forked_clients import Fault
+from .power_loss import Disk, write_tree
 
 pytestmark = pytest.mark.processes
 

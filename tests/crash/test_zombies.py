@@ -6,10 +6,11 @@ import signal
 from collections import Counter
 
 import pytest
-from support import crash_cases
-from support.crash_faults import HEARTBEAT_TIMEOUT_S, faults_in, record, run_each_in_a_folder
-from support.forked_clients import Fault
 from support.shares import amount, share
+
+from . import crash_cases
+from .crash_faults import HEARTBEAT_TIMEOUT_S, faults_in, record, run_each_in_a_folder
+from .forked_clients import Fault
 
 pytestmark = pytest.mark.processes
 

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 from dtckpt_server import main as server
-from support.dockerfile import read_stages
 
 from dtckpt.cli.commands import cli
+
+from .dockerfile import read_stages
 
 ROOT = Path(__file__).parents[2]
 STAGES = read_stages(ROOT / "Dockerfile")

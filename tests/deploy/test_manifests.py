@@ -16,8 +16,6 @@ import yaml
 from dtckpt_server import main as server
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.coordinators import running_server
-from support.dockerfile import read_stages
-from support.kustomize import DEPLOY, FOLDERS, pods_of, render
 
 from dtckpt.cli.arguments import parse_mesh
 from dtckpt.cli.commands import cli
@@ -25,6 +23,9 @@ from dtckpt.cli.exit_codes import ExitCode
 from dtckpt.cli.options import parse_size
 from dtckpt.coordination.connect import connect
 from dtckpt.coordination.discovery import DEFAULT_PORT, find_coordinator
+
+from .dockerfile import read_stages
+from .kustomize import DEPLOY, FOLDERS, pods_of, render
 
 OBJECTS = {folder: render(DEPLOY / folder) for folder in FOLDERS}
 PODS = [pytest.param(folder, pod, id=f"{folder}/{pod.owner}") for folder in FOLDERS for pod in pods_of(OBJECTS[folder])]

@@ -20,7 +20,7 @@ BACK_WITHIN_S = 10.0
 def test_clients_find_a_coordinator_that_has_moved(tmp_path):
     hosts = tmp_path / "hosts"
     hosts.touch()
-    run = [*OWN_HOSTS, hosts, sys.executable, Path(__file__).parents[1] / "support" / "moved_coordinator.py"]
+    run = [*OWN_HOSTS, hosts, sys.executable, Path(__file__).with_name("moved_coordinator.py")]
     done = subprocess.run(run, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.splitlines()[-1]) < BACK_WITHIN_S

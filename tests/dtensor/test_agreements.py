@@ -1,8 +1,9 @@
 """Clients find a global shape together once; then they take it for granted, and notice when that is wrong."""
 
 import pytest
-from support import agreement_cases
-from support.agreement_cases import BAD
+
+from . import agreement_cases
+from .agreement_cases import BAD
 
 pytestmark = pytest.mark.processes
 

@@ -1,7 +1,8 @@
 """A training step communicates no more often than with PyTorch's DTensor, and in the phases that have to."""
 
 import pytest
-from support import communication_cases
+
+from . import communication_cases
 
 pytestmark = pytest.mark.processes
 

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from support import redistribution_cases
+from redistribution import redistribution_cases
 from support.states import cluster_mesh, packed
 from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
 from torch.utils.checkpoint import checkpoint

@@ -10,23 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import redistribution_cases
-from support.factory_cases import (
-    FILLED,
-    RANDOM,
-    REFUSED,
-    WHOLE,
-    Inner,
-    create_over_clients,
-    distribute_modules_over_clients,
-    distribute_wrongly,
-    from_local_wrongly,
-    outside,
-    random_placements,
-    refuse,
-    source_values,
-    without_communication,
-)
+from redistribution import redistribution_cases
 from support.states import cluster_mesh
 from torch import nn
 
@@ -43,6 +27,23 @@ from dtckpt.dtensor import (
     zeros,
 )
 from dtckpt.errors import LayoutError, LayoutTypeError
+
+from .factory_cases import (
+    FILLED,
+    RANDOM,
+    REFUSED,
+    WHOLE,
+    Inner,
+    create_over_clients,
+    distribute_modules_over_clients,
+    distribute_wrongly,
+    from_local_wrongly,
+    outside,
+    random_placements,
+    refuse,
+    source_values,
+    without_communication,
+)
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Programs written for PyTorch's DTensor see the same with only the import changed."""
 
 import pytest
-from support import dtensor_programs, gradient_programs
+
+from . import dtensor_programs, gradient_programs
 
 pytestmark = pytest.mark.processes
 

@@ -3,11 +3,12 @@
 import importlib
 from pathlib import Path
 
-from support import public_names
-from support.public_names import DEPARTURES, WORKS, module_of
 from support.states import needs_newer_torch
 
 from dtckpt import dtensor
+
+from . import public_names
+from .public_names import DEPARTURES, WORKS, module_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"
 
@@ -33,7 +34,7 @@ def test_each_name_is_there():
 @needs_newer_torch("the page lists the names of 2.13")
 def test_the_page_says_what_is_so():
     assert PAGE.read_text() == public_names.page(), (
-        "run cd tests; python -m support.public_names > ../docs/names.md again"
+        "run cd tests; python -m dtensor.public_names > ../docs/names.md again"
     )
 
 

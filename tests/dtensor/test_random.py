@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import random_key_cases, redistribution_cases
+from redistribution import redistribution_cases
 from support.states import NUM_CARDS, bits_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +21,8 @@ from dtckpt.dtensor.random.distributions import sampler_of
 from dtckpt.dtensor.random.fill_component import pieces_of
 from dtckpt.dtensor.random.philox import TensorStream, stream_of
 from dtckpt.errors import ComponentError, DTypeError, RandomParameterError, RegionError
+
+from . import random_key_cases
 
 CPU = torch.device("cpu")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

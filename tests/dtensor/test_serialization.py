@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.plain_programs import assert_as_plain
 from support.states import cluster_mesh
 from torch import nn
 
@@ -19,6 +18,7 @@ import dtckpt
 from dtckpt import UNSHARDED, Layout, Replicate, Shard, abstract_mesh, copy_to_mesh, pack, unpack
 from dtckpt.dtensor import DeviceMesh, distribute_module, distribute_tensor, zeros
 from dtckpt.errors import ComponentError, LayoutError, OperatorError
+from dtensor.operators.plain_programs import assert_as_plain
 
 MESH = abstract_mesh({"x": 2, "y": 2})
 ROWS = Layout(["x", UNSHARDED], MESH)

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from support.several_mesh_cases import faults_of_lbfgs, faults_of_norms, parameters, places, texts_of_infinite_norms
 from torch import nn
 
 from dtckpt.dtensor.derived_layouts import mesh_of_all_clients
+
+from .several_mesh_cases import faults_of_lbfgs, faults_of_norms, parameters, places, texts_of_infinite_norms
 
 CLIENTS = 4
 

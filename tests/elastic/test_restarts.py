@@ -8,12 +8,13 @@ import time
 
 import pytest
 import torch
-from support import elastic_training
 from support.coordinators import server_process
-from support.elastic_jobs import running
 from support.shares import IS_ALL, SEED
 
 import dtckpt
+
+from . import elastic_training
+from .elastic_jobs import running
 
 pytestmark = pytest.mark.processes
 

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from support.hash_attacks import colliding_numbers
+from storage.untrusted.hash_attacks import colliding_numbers
 
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.hash_work import validate_hashes

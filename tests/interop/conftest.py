@@ -1,5 +1,6 @@
 import pytest
-from support.preloaded_clients import PreloadedPool
+
+from .preloaded_clients import PreloadedPool
 
 MODULES = (
     "torch._dynamo",

@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support.example_cases import call
 
 import dtckpt
 from dtckpt.errors import ConfigError
 from dtckpt.interop import accelerator_state
+
+from .example_cases import call
 
 
 class Loader:
@@ -60,7 +61,7 @@ def test_all_of_it_comes_back(tmp_path):
 
 @pytest.mark.share(2, of="loops")
 def test_fsdp2_goes_on_with_any_number_of_processes(framework_pool, tmp_path):
-    run = partial(framework_pool.values, call, "support.accelerate_cases", "losses_with_fsdp2", str(tmp_path / "s"))
+    run = partial(framework_pool.values, call, "interop.accelerate_cases", "losses_with_fsdp2", str(tmp_path / "s"))
     saved = run(is_saved=True, clients=4, group=True)
     assert saved == [saved[0]] * 4
     assert run(is_saved=False, clients=4, group=True) == saved

@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from support.example_cases import call
+
+from .example_cases import call
 
 PAGE = Path(__file__).parents[2] / "docs" / "adopt.md"
-CASES = "support.adopt_cases"
+CASES = "interop.adopt_cases"
 MAX_LINES = 14
 MAX_COLUMNS = 72
 """Two blocks stand side by side."""

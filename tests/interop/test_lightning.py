@@ -1,9 +1,10 @@
 """Lightning's trainer on two processes, with callbacks, metrics and removals, under both plug-ins."""
 
 import pytest
-from support.example_cases import call
 
-CASES = "support.lightning_cases"
+from .example_cases import call
+
+CASES = "interop.lightning_cases"
 
 
 def fit(pool, folder, kind, epochs, checkpoint=None, clients=2, **options):

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.example_cases import run_loop
+
+from .example_cases import run_loop
 
 LOOPS = {
     "train_ddp": (),

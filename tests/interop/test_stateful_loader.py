@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from support import stateful_loader_cases as cases
-from support.stateful_loader_cases import NUM_SAMPLES, draw, loader_of, state_after
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from dtckpt import ClientValues
 from dtckpt.errors import TreeError
 from dtckpt.interop import resize_loader
+
+from . import stateful_loader_cases as cases
+from .stateful_loader_cases import NUM_SAMPLES, draw, loader_of, state_after
 
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
 

@@ -3,11 +3,12 @@
 import shutil
 
 import pytest
-from support.example_cases import call
 
 import dtckpt
 
-CASES = "support.transformers_cases"
+from .example_cases import call
+
+CASES = "interop.transformers_cases"
 STEPS = 6
 
 

@@ -1,7 +1,6 @@
 """zarr-python's own tests of stores, on the store of a checkpoint."""
 
 import pytest
-from support.populated_store import PopulatedStore
 from zarr.core.buffer import Buffer, cpu, default_buffer_prototype
 from zarr.testing.store import StoreTests
 
@@ -9,6 +8,8 @@ import dtckpt
 from dtckpt import SaveOptions
 from dtckpt.errors import ConfigError
 from dtckpt.interop import CheckpointStore
+
+from .populated_store import PopulatedStore
 
 pytestmark = pytest.mark.anyio
 

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from support import process_group_cases
+from coordination import process_group_cases
 
 from dtckpt import Layout, Shard, pack
 from dtckpt.errors import MeshError

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.strategies import layouts
 
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
 from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.placement import Partial, Replicate, Shard, _StridedShard
 from dtckpt.layout.region import Region
+
+from .strategies import layouts
 
 MESH = abstract_mesh({"dp": 2, "tp": 2})
 

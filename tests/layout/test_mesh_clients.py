@@ -4,7 +4,8 @@ import secrets
 import socket
 
 import pytest
-from support import device_mesh_programs, mesh_cases
+
+from . import device_mesh_programs, mesh_cases
 
 pytestmark = pytest.mark.processes
 OURS = "dtckpt.layout.device_mesh"

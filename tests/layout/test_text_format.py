@@ -1,6 +1,5 @@
 import pytest
 from hypothesis import given
-from support.strategies import layouts
 
 from dtckpt._proto import layout_pb2
 from dtckpt.errors import LayoutError
@@ -8,6 +7,8 @@ from dtckpt.layout import text_format
 from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
+
+from .strategies import layouts
 
 MESH = abstract_mesh({"x": 2, "y": 2})
 TEXT = MESH.to_string()

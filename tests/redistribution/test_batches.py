@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from support import batch_cases
 
 from dtckpt import UNSHARDED, Layout, abstract_mesh, copy_to_mesh, relayout
 from dtckpt.errors import LayoutError
+
+from . import batch_cases
 
 MESH = abstract_mesh({"x": 2})
 ROWS, COLUMNS = Layout(["x", UNSHARDED], MESH), Layout([UNSHARDED, "x"], MESH)

@@ -1,8 +1,9 @@
 """Random programs in which clients disagree: no call returns a wrong value, all clients raise, and none hangs."""
 
 import pytest
-from support import call_histories
-from support.call_histories import CLIENTS, ELSEWHERE, SINCE_THEN, random_history
+
+from . import call_histories
+from .call_histories import CLIENTS, ELSEWHERE, SINCE_THEN, random_history
 
 HEARTBEAT_TIMEOUT_S = 4.0
 BOUND_S = 20.0

@@ -1,7 +1,8 @@
 """Clients that ask for different redistributions in one call all raise the same error, and go on."""
 
 import pytest
-from support import disagreement_cases
+
+from . import disagreement_cases
 
 pytestmark = pytest.mark.processes
 

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from support.native_collective_cases import mesh_of
 
 from dtckpt import UNSHARDED, Layout
 from dtckpt.layout.region import Region
 from dtckpt.redistribution.execute import plan_redistribution
 from dtckpt.redistribution.messages import Box
+
+from .native_collective_cases import mesh_of
 
 
 def plan_of(shape, source, target, before=None, clients=4, client=1):

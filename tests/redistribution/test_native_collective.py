@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.native_collective_cases import check, mesh_of
 
 from dtckpt import UNSHARDED, Layout
 from dtckpt.redistribution.layout_change import LayoutChange
@@ -13,6 +12,8 @@ from dtckpt.redistribution.native_collective import (
     NativeCollective,
     find_collective,
 )
+
+from .native_collective_cases import check, mesh_of
 
 
 @pytest.mark.processes

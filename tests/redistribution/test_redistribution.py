@@ -5,7 +5,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import redistribution_cases
 from support.shares import examples
 from support.states import CLIENTS_WITH_CARDS, MESH_MAKERS, cluster_mesh, packed
 
@@ -35,6 +34,8 @@ from dtckpt.redistribution.exchange_plan import plan_exchange
 from dtckpt.redistribution.execute import plan_redistribution
 from dtckpt.redistribution.layout_change import LayoutChange
 from dtckpt.redistribution.native_collective import NativeExchange, find_collective
+
+from . import redistribution_cases
 
 WHOLE = torch.arange(42.0, dtype=torch.float64).reshape(6, 7)
 

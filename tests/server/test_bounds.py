@@ -18,7 +18,7 @@ from dtckpt_server.events import Arrive, Identity, Leave, Register, Tick
 from dtckpt_server.quotas import Quotas
 from dtckpt_server.rules import Rules, apply
 from dtckpt_server.tokens import Tokens
-from support.coordination_contract import wait_until
+from support.client_calls import wait_until
 from support.coordinators import running_server, server_in_thread
 
 from dtckpt import errors

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from support.coordination_contract import leave_all, same_error, together
+from support.client_calls import leave_all, same_error, together
 from support.coordinators import server_process
 
 from dtckpt import errors

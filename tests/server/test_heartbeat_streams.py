@@ -8,10 +8,11 @@ import time
 
 import grpc
 import pytest
+from coordination.saving_clients import proxy
 from dtckpt_server import server as server_module
 from dtckpt_server.heartbeat_streams import MAX_UNSENT
 from dtckpt_server.service import CoordinatorService
-from support.coordination_contract import (
+from support.client_calls import (
     FIRST,
     SECOND,
     Running,
@@ -24,7 +25,6 @@ from support.coordination_contract import (
     wait_until,
 )
 from support.coordinators import running_server, server_in_thread, server_process
-from support.saving_clients import proxy
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb

@@ -25,7 +25,7 @@ from dtckpt_server.rules import Rules, apply
 from dtckpt_server.server import Server, ServerConfig
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
-from support.coordination_contract import Running, at, leave_all, together, wait_until
+from support.client_calls import Running, at, leave_all, together, wait_until
 from support.coordinators import running_server, server_in_thread, server_process
 
 from dtckpt import __version__, errors

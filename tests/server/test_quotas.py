@@ -14,7 +14,7 @@ from dtckpt_server.quotas import BusyError, Quotas, Rates, Shares
 from dtckpt_server.rules import Rules, apply
 from dtckpt_server.tokens import Tokens
 from dtckpt_server.turns import Turns
-from support.coordination_contract import wait_until
+from support.client_calls import wait_until
 from support.coordinators import running_server, server_in_thread
 from support.shares import amount
 

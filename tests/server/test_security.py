@@ -15,7 +15,7 @@ from dtckpt_server.tls import TlsFiles
 from dtckpt_server.tokens import Tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from support.coordination_contract import Running, at, leave_all, together, wait_until
+from support.client_calls import Running, at, leave_all, together, wait_until
 from support.coordinators import running_server, server_in_thread, server_process
 
 from dtckpt import errors

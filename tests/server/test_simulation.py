@@ -10,8 +10,9 @@ from dtckpt_server.events import Cancel, Heartbeat, Leave
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
-from support.coordinator_simulation import JOBS, NUM_CLIENTS, ORPHAN, TICK_S, TIMEOUT_S, Simulation, run_randomly
 from support.shares import amount, examples
+
+from .coordinator_simulation import JOBS, NUM_CLIENTS, ORPHAN, TICK_S, TIMEOUT_S, Simulation, run_randomly
 
 EVENTS = amount(20_000, 1_000_000)
 EVENTS_EACH = 1000

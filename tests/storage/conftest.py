@@ -8,10 +8,11 @@ from contextlib import ExitStack
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from support.object_stores import PROTOCOLS, gateway_to, server_of
 
 from dtckpt.storage.folder import open_folder
 from dtckpt.storage.location import location_of
+
+from .object_stores import PROTOCOLS, gateway_to, server_of
 
 _buckets = itertools.count()
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support import saved_states
 from support.states import bits_of, differences, tensor_of
 
 import dtckpt
@@ -20,6 +19,8 @@ from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.location import is_inside, location_of
 from dtckpt.storage.zarr_files import ChunkFileWriter
 from dtckpt.storage.zarr_tensorstore import DATABASE_NAME, TensorStoreWriter, client_folder
+
+from . import saved_states
 
 WHOLES = {
     **saved_states.WHOLES,

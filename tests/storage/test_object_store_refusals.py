@@ -12,8 +12,6 @@ import pytest
 import safetensors.torch
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from support.object_stores import PROTOCOLS
-from support.saved_states import holds, save
 from support.states import bits_of
 
 import dtckpt
@@ -29,6 +27,8 @@ from dtckpt.storage.folder import open_folder
 from dtckpt.storage.location import location_of
 
 from .conftest import folder_at
+from .object_stores import PROTOCOLS
+from .saved_states import holds, save
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import zarr
+from checkpoint import client_cases
 from fsspec.implementations.memory import MemoryFileSystem
-from support import checkpoint_cases, dcp_plugin_cases, object_store_cases
-from support.saved_states import MESH, holds, save, state
+from interop.dcp import plugin_cases
 from support.states import bits_of, packed
 
 import dtckpt
@@ -31,7 +31,9 @@ from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.folder import open_folder
 from dtckpt.storage.location import location_of
 
+from . import object_store_cases
 from .conftest import KINDS, folder_at
+from .saved_states import MESH, holds, save, state
 
 on_objects = pytest.mark.parametrize("kind", [kind for kind in KINDS if "directory" not in kind], indirect=True)
 
@@ -278,14 +280,14 @@ def test_a_client_that_is_killed_takes_nothing_along(pool, bucket, store, kvstor
     assert [answer.has_died for answer in answers] == [client == victim for client in range(2)]
     assert answers[1 - victim].error == "ClientLostError", answers
     assert f"client {victim} " in answers[1 - victim].text
-    assert checkpoint_cases.restore(path, {"x": 1}, STATE, generation="old") == []
+    assert client_cases.restore(path, {"x": 1}, STATE, generation="old") == []
 
     # And the job goes on; what the dead one left is removed.
     other = {name: (shape, dtype, [UNSHARDED, "z"]) for name, (shape, dtype, _) in STATE.items()}
     restored = pool.values(object_store_cases.restore, reached, path, {"z": 3}, other, generation="old", clients=3)
     assert restored == [[], [], []]
     pool.values(object_store_cases.save, reached, path, axes, STATE, generation="new", overwrite=True, clients=2)
-    assert checkpoint_cases.restore(path, {"x": 1}, STATE, generation="new") == []
+    assert client_cases.restore(path, {"x": 1}, STATE, generation="new") == []
     attempts = {name.split("/")[0] for name in folder_at(path).names()}
     assert len(attempts) == 1
 
@@ -302,7 +304,7 @@ def test_a_manager_of_several_clients(pool, bucket, store):
 @pytest.mark.processes
 def test_through_dcp(pool, bucket, store):
     path = f"{bucket}/run/dcp"
-    answers = pool.values(dcp_plugin_cases.save_to_object_store, store.environment, path, clients=2, group=True)
+    answers = pool.values(plugin_cases.save_to_object_store, store.environment, path, clients=2, group=True)
     assert answers == [[[2.0], [2.0]]] * 2
     marker, attempt = sorted({name.split("/")[0] for name in folder_at(path).names()})
     assert (marker, attempt.partition("-")[0].isdigit()) == (".metadata", True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Collection, Sequence
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from . import forkserver
@@ -45,6 +45,12 @@ class Crew:
 
     def has_answered(self, client: int) -> bool:
         return self._pipes[client].poll()
+
+    def wait_for_any(self, clients: Collection[int]) -> list[int]:
+        """Wait until some of these clients have answered, and return them."""
+        ready = wait([self._pipes[client] for client in clients], ANSWER_WITHIN_S)
+        assert ready, f"clients {sorted(clients)} hang"
+        return [client for client in clients if self._pipes[client] in ready]
 
     def answer(self, client: int) -> Any:
         assert self._pipes[client].poll(ANSWER_WITHIN_S), f"client {client} hangs"

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from dtckpt_server.server import Server, ServerConfig
 
-from .coordination_contract import HEARTBEAT_S
+from support.client_calls import HEARTBEAT_S
 
 
 @contextmanager

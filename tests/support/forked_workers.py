@@ -26,6 +26,7 @@ from typing import Any
 
 import pytest
 
+from . import forkserver
 from .batches import Dealer, neighbours
 
 _context = multiprocessing.get_context("fork")
@@ -66,6 +67,8 @@ class ForkedWorkers:
         if session.config.option.collectonly or session.testsfailed:
             return None
         dealer = self._dealer(session.items)
+        if any(HAS_CLIENTS in item.keywords for item in session.items):
+            forkserver.start_server()
         gc.collect()
         gc.freeze()  # the workers' collectors pass over what is imported and collected, and copy none of its pages
         try:
@@ -201,6 +204,7 @@ class _Worker:
 
 def _work(session: pytest.Session, number: int, connection: Connection) -> None:
     config = session.config
+    forkserver.use_server_of_parent()
     _separate(config, number)
     config.pluginmanager.register(_Reporter(config, connection))
     while True:

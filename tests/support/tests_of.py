@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FAST = "not processes and not slow"
+OPTIONS = ("--workers=auto", "-m", "not processes and not slow")
+"""Those of ``make check``."""
 NO_TESTS = 5
 """Exit code of pytest."""
 
@@ -40,7 +41,7 @@ def main() -> int:
     if not found:
         return 0
     os.chdir(ROOT)
-    arguments = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "-m", FAST, *found]
+    arguments = [sys.executable, "-m", "pytest", "-q", *OPTIONS, *found]
     return os.spawnv(os.P_WAIT, sys.executable, arguments)
 
 

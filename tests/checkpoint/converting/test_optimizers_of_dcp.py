@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.optimizer_cases import net, state_by_name, stepped
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dtckpt
+from checkpoint.optimizer_cases import net, state_by_name, stepped
 from dtckpt.checkpoint.inspecting.compare import plan_comparison
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")

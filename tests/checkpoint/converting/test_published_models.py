@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 import torch
-from support import safetensors_cases
 
 import dtckpt
+from checkpoint.foreign import safetensors_cases
 
 MAX_SHARD_NBYTES = 60_000
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.optimizer_cases import net, state_by_name, stepped
 from support.states import bits_of, tensor_of
 
 import dtckpt
+from checkpoint.optimizer_cases import net, state_by_name, stepped
 from dtckpt import errors
 from dtckpt.checkpoint.converting import files_target, torch_target
 from dtckpt.checkpoint.foreign import dcp_plan

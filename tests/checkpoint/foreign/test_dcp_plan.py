@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.torch_files import write_segments
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
+from checkpoint.foreign.torch_files import write_segments
 from dtckpt.checkpoint.foreign import dcp_plan
 from dtckpt.checkpoint.foreign.dcp_plan import TensorFacts, flat_leaves, plan_checkpoint
 from dtckpt.errors import TreeError

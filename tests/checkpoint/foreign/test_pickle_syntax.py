@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 import pytest
-from support.untrusted_checkpoints import limit_memory
+from storage.untrusted.untrusted_checkpoints import limit_memory
 
 from dtckpt.checkpoint.foreign import pickle_syntax
 from dtckpt.checkpoint.foreign.pickle_syntax import Call, Global, Pairs, Persistent, parse_pickle

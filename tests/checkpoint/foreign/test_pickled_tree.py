@@ -12,10 +12,10 @@ from collections import Counter, OrderedDict, defaultdict, deque
 import numpy as np
 import pytest
 import torch
-from support.hash_attacks import colliding_numbers
-from support.torch_files import saved, tree_of, zip_of
-from support.untrusted_checkpoints import limit_memory
+from storage.untrusted.hash_attacks import colliding_numbers
+from storage.untrusted.untrusted_checkpoints import limit_memory
 
+from checkpoint.foreign.torch_files import saved, tree_of, zip_of
 from dtckpt.checkpoint.foreign import pickle_syntax
 from dtckpt.checkpoint.foreign.pickle_syntax import parse_pickle
 from dtckpt.checkpoint.foreign.pickled_tensors import StorageView

@@ -7,10 +7,10 @@ import fsspec
 import pytest
 import safetensors.torch
 import torch
-from support import safetensors_cases
 from support.states import differences
 
 import dtckpt
+from checkpoint.foreign import safetensors_cases
 from dtckpt import Layout, Region, RestoreOptions, errors
 from dtckpt.checkpoint.foreign import piece_files
 

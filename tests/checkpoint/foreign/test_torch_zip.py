@@ -6,8 +6,8 @@ import zipfile
 
 import pytest
 import torch
-from support.torch_files import saved, zip_of
 
+from checkpoint.foreign.torch_files import saved, zip_of
 from dtckpt.checkpoint.foreign.pickled_tree import read_tree
 from dtckpt.checkpoint.foreign.torch_zip import read_zip
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError

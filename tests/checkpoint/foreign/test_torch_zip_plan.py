@@ -8,8 +8,8 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from support.torch_files import zip_of
 
+from checkpoint.foreign.torch_files import zip_of
 from dtckpt.checkpoint.foreign.pickled_tree import read_tree
 from dtckpt.checkpoint.foreign.torch_zip import read_zip
 from dtckpt.checkpoint.foreign.torch_zip_plan import ALIGNMENT, Checksum, Elements, plan_zip, segment_nbytes

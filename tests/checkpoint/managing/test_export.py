@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support import save_async_cases
 
 import dtckpt
+from checkpoint.saving import save_async_cases
 from dtckpt import CheckpointManager, ExportOptions, errors
 
 

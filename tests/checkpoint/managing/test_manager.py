@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import save_async_cases
 
 import dtckpt
+from checkpoint.saving import save_async_cases
 from dtckpt import CheckpointManager, Retention, errors
 from dtckpt.checkpoint.managing.leftovers import collect_leftovers
 from dtckpt.checkpoint.managing.root_lock import RootLock
@@ -461,7 +461,7 @@ def test_a_restore_sees_the_save_in_flight(tmp_path):
 
 def start(call):
     return subprocess.Popen(
-        [sys.executable, "-c", f"from support import save_async_cases; save_async_cases.{call}"],
+        [sys.executable, "-c", f"from checkpoint.saving import save_async_cases; save_async_cases.{call}"],
         cwd=Path(__file__).parents[2],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import loader_cases
 
 from dtckpt import CheckpointManager
 from dtckpt.checkpoint.managing import signal_watch
+
+from . import loader_cases
 
 WAIT_S = 60
 

@@ -7,12 +7,13 @@ import sys
 
 import pytest
 import torch
-from support import other_readers
 from support.states import packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
 from dtckpt.format.dtypes import DTYPES, EXTENSIONS, zarr_data_type
+
+from . import other_readers
 
 MESH = abstract_mesh({"x": 2, "y": 2})
 WHOLE = torch.arange(50 * 6, dtype=torch.float32).reshape(50, 6)

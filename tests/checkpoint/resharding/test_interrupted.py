@@ -7,8 +7,9 @@ import sys
 
 import pytest
 import torch
-from support import crash_cases, forkserver, mounts
-from support.forked_clients import Nursery
+from crash import crash_cases
+from crash.forked_clients import Nursery
+from support import forkserver, mounts
 from support.states import bits_of, packed, tensor_of
 
 import dtckpt

@@ -1,7 +1,8 @@
 """State beside parameters, saved by 4 clients and restored by 1, 2, 3 and 4: values, objects, wrappers, `PerClient`."""
 
 import pytest
-from support import flow_cases as cases
+
+from . import flow_cases as cases
 
 pytestmark = pytest.mark.processes
 

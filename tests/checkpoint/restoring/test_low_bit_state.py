@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from support import low_bit
 
 import dtckpt
 from dtckpt.errors import TreeError
+
+from . import low_bit
 
 
 def test_a_run_resumes(tmp_path):

@@ -6,7 +6,9 @@
 import os
 
 import pytest
-from support import optimizer_histories, optimizer_jobs, shares
+from support import shares
+
+from . import optimizer_histories, optimizer_jobs
 
 SEED = os.environ.get("DTCKPT_HISTORY_SEED")
 SHARES = 10

@@ -4,14 +4,14 @@ import re
 
 import pytest
 import torch
-from support import optimizer_cases
-from support.optimizer_cases import net, state_by_name, stepped
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim import LBFGS, SGD, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam
 from torch.optim.lr_scheduler import LambdaLR
 
 import dtckpt
+from checkpoint import optimizer_cases
+from checkpoint.optimizer_cases import net, state_by_name, stepped
 from dtckpt import RestoreOptions
 from dtckpt.errors import ShapeMismatchError, TensorNotFoundError, TreeError
 

@@ -1,7 +1,8 @@
 """Pipelines on FSDP2, whose stages save model, optimizer and scheduler as they are, go on with other stages."""
 
 import pytest
-from support import pipeline_cases as cases
+
+from . import pipeline_cases as cases
 
 pytestmark = pytest.mark.processes
 

@@ -5,9 +5,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support import dcp_cases as cases
 
 import dtckpt
+
+from . import dcp_cases as cases
 
 pytestmark = pytest.mark.processes
 

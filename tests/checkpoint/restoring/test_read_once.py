@@ -4,8 +4,6 @@ import itertools
 
 import pytest
 import torch
-from support import read_once_cases as cases
-from support.read_once_cases import DTYPE, SHAPES
 from support.states import cluster_mesh, tensor_of
 
 import dtckpt
@@ -13,6 +11,9 @@ from dtckpt import Layout, SaveOptions, abstract_mesh
 from dtckpt.checkpoint.restoring.read_once_plan import reads_per_byte, rows_layout
 from dtckpt.errors import ConfigError
 from dtckpt.storage import location
+
+from . import read_once_cases as cases
+from .read_once_cases import DTYPE, SHAPES
 
 pytestmark = pytest.mark.processes
 WHOLE = {name: ["unsharded"] * len(shape) for name, shape in SHAPES.items()}

@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from support import target_cases as cases
 from support.torch_versions import needs_tested_dtensors
+
+from . import target_cases as cases
 
 pytestmark = pytest.mark.processes
 

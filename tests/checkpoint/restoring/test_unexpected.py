@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from support import union_cases
 
 import dtckpt
+from checkpoint.saving import union_cases
 
 CASES = {
     "refused": "UnexpectedTensorError",

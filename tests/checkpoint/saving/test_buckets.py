@@ -1,19 +1,18 @@
 """Bounded staging: little memory, the values of one moment, and the same errors."""
 
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
-from support import staging_memory_cases
+from support import forkserver
 from support.states import packed
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, errors
 from dtckpt.checkpoint.saving.staging import BucketSource
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
+
+from . import staging_memory_cases
 
 OPTIONS = SaveOptions(staging_nbytes=8192, chunk_nbytes=4096, overwrite=True)
 MIB = 1 << 20
@@ -40,13 +39,18 @@ def test_the_values_are_those_of_the_call(tmp_path, kvstore, tree):
         assert torch.equal(restored["b"], state()["b"])
 
 
+@pytest.mark.processes
 def test_little_memory():
     """A save of 256 MiB takes its bound, and up to three chunks of 16 MiB; without a bound it takes all of it."""
-    program = str(Path(staging_memory_cases.__file__))
     peaks = {}
     for bound in (0, 32 * MIB):
-        command = [sys.executable, program, str(256 * MIB), str(bound)]
-        peaks[bound] = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+        ours, theirs = forkserver.Pipe()
+        process = forkserver.start(staging_memory_cases.save, 256 * MIB, bound, theirs)
+        theirs.close()
+        assert ours.poll(120), "the save hangs"
+        peaks[bound] = ours.recv()
+        ours.close()
+        process.join(20)
     assert peaks[0] > 250 * MIB
     assert peaks[32 * MIB] < (32 + 3 * 16 + 32) * MIB, f"{peaks[32 * MIB] / MIB:.0f} MiB"
 

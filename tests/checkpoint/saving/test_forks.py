@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import fork_cases
 from support.shares import SEED, amount
 
 import dtckpt
 from dtckpt import errors
 from dtckpt.comm import fork_guard
+
+from . import fork_cases
 
 NUM_CHILDREN = amount(9, 204)
 RIGHTS = {"close", "shutdown", "sum"}
@@ -19,7 +20,8 @@ RIGHTS = {"close", "shutdown", "sum"}
 
 @pytest.mark.processes
 def test_children_that_are_forked_during_saves(tmp_path):
-    script = f"from support import fork_cases; fork_cases.fork_during_saves({str(tmp_path)!r}, {SEED}, {NUM_CHILDREN})"
+    call = f"fork_during_saves({str(tmp_path)!r}, {SEED}, {NUM_CHILDREN})"
+    script = f"from checkpoint.saving import fork_cases; fork_cases.{call}"
     ended = subprocess.run(
         [sys.executable, "-c", script],
         cwd=Path(__file__).parents[2],
@@ -46,7 +48,7 @@ def test_children_of_clients_that_meet_others(tmp_path):
     """PyTorch alone hangs when a process exits that was forked from one with a process group of Gloo."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ended = subprocess.run(
-        [*torchrun, "-m", "support.fork_cases", str(tmp_path)],
+        [*torchrun, "-m", "checkpoint.saving.fork_cases", str(tmp_path)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from support import buffer_cases as cases
 
 import dtckpt
 from dtckpt import SaveOptions
 from dtckpt.errors import ConfigError
+
+from . import buffer_cases as cases
 
 pytestmark = pytest.mark.processes
 

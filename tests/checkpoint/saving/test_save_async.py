@@ -9,16 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import checkpoint_cases, save_async_cases
 from support.states import MESH_MAKERS, bits_of, needs_card, tensor_of
 
 import dtckpt
+from checkpoint import client_cases
 from dtckpt import SaveOptions, abstract_mesh, errors
 from dtckpt.checkpoint.saving import staging
 from dtckpt.checkpoint.saving.plan import plan_save
 from dtckpt.checkpoint.saving.state import state_of_tree
 from dtckpt.comm.torch_device import device_of
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
+
+from . import save_async_cases
 
 WAIT_S = 30
 
@@ -36,7 +38,7 @@ def tree_of(generation, mesh=None):
         "flags": ((9,), "bool", None),
         "complex": ((4,), "complex64", None),
     }
-    tree = checkpoint_cases.tree_on(mesh, tensors, generation)
+    tree = client_cases.tree_on(mesh, tensors, generation)
     plain = {name: tree[name].to(device) for name, (*_, specs) in tensors.items() if specs is None}
     return tree | plain | {"step": generation}, tensors
 
@@ -240,7 +242,7 @@ def test_clients_save_what_they_held_at_the_call(pool, tmp_path, meeting):
         assert all(each["progress"].phase == "done" for each in found)
         assert all("edges" in each["stats"].phases for each in found)
         assert (
-            checkpoint_cases.restore(
+            client_cases.restore(
                 path,
                 {"z": 1},
                 {
@@ -284,7 +286,7 @@ def test_a_client_without_memory_for_the_copy(pool, tmp_path):
 @pytest.mark.parametrize(("victim", "where"), [(0, "writing"), (0, "committing"), (1, "writing")])
 def test_a_client_that_is_killed_in_the_background(pool, tmp_path, meeting, victim, where):
     path, axes = f"{tmp_path}/s", {"x": 2}
-    pool.values(checkpoint_cases.save, path, axes, save_async_cases.SMALL, generation="old", clients=2, **meeting)
+    pool.values(client_cases.save, path, axes, save_async_cases.SMALL, generation="old", clients=2, **meeting)
     answers = pool.run(
         save_async_cases.die_in_background, path, victim, where, clients=2, heartbeat_timeout_s=2.0, **meeting
     )
@@ -292,7 +294,7 @@ def test_a_client_that_is_killed_in_the_background(pool, tmp_path, meeting, vict
     assert answers[victim].has_died
     assert (survivor.error, tuple(survivor.facts["clients"])) == ("ClientLostError", (victim,)), survivor
     assert (
-        checkpoint_cases.restore(
+        client_cases.restore(
             path, {"z": 1}, save_async_cases.SMALL | {"w": ((64, 8), "float32", None)}, generation="old"
         )
         == []
@@ -303,7 +305,7 @@ def test_a_client_that_is_killed_in_the_background(pool, tmp_path, meeting, vict
 
 
 def run(call):
-    script = f"from support import save_async_cases; save_async_cases.{call}"
+    script = f"from checkpoint.saving import save_async_cases; save_async_cases.{call}"
     return subprocess.run(
         [sys.executable, "-c", script],
         cwd=Path(__file__).parents[2],

@@ -4,10 +4,10 @@ import re
 
 import pytest
 import torch
-from support import checkpoint_cases
 from support.states import bits_of
 
 import dtckpt
+from checkpoint import client_cases
 from dtckpt import SaveOptions, abstract_mesh
 from dtckpt.errors import ConfigError
 
@@ -77,7 +77,7 @@ def test_reshard_keeps_them(tmp_path):
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["stored dtypes", "order of stored dtypes", "codec", "pattern"])
 def test_clients_that_disagree(pool, tmp_path, kind):
-    answers = pool.run(checkpoint_cases.save_differently, f"{tmp_path}/s", 3, kind, clients=3)
+    answers = pool.run(client_cases.save_differently, f"{tmp_path}/s", 3, kind, clients=3)
     if kind == "pattern":
         assert {answer.error for answer in answers} == {"ConfigError"}
         assert all("no float32 tensor matches 'v'" in answer.text for answer in answers)
@@ -89,5 +89,5 @@ def test_clients_that_disagree(pool, tmp_path, kind):
 
 @pytest.mark.processes
 def test_one_client_alone_may_show_its_progress(pool, tmp_path):
-    pool.values(checkpoint_cases.save_differently, f"{tmp_path}/s", 3, "progress", clients=3)
+    pool.values(client_cases.save_differently, f"{tmp_path}/s", 3, "progress", clients=3)
     assert [entry.name for entry in tmp_path.iterdir()] == ["s"]

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from support import union_cases
 from support.torch_versions import needs_tested_dtensors
 
 import dtckpt
+
+from . import union_cases
 
 FIRST = ["begin", "described", "united", "written", "merged"]
 NEXT = ["begin", "written", "merged"]

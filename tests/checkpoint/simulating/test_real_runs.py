@@ -4,10 +4,11 @@ import json
 from dataclasses import dataclass
 
 import pytest
-from support import simulating_cases as cases
 
 import dtckpt
 from dtckpt import Layout, Machine, SaveOptions, abstract_mesh
+
+from . import simulating_cases as cases
 
 pytestmark = pytest.mark.processes
 SHAPES = {"even": (512, 640), "uneven": (4097, 128), "vector": (514,), "copied": (600, 500), "scalar": ()}

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from support import save_async_cases
 from support.states import bits_of, differences, packed, tensor_of
 
 import dtckpt
+from checkpoint.saving import save_async_cases
 from dtckpt import DTensorCheckpoint, DVariable, Layout, SaveOptions, abstract_mesh, errors
 
 MESH = abstract_mesh({"x": 2, "y": 2})

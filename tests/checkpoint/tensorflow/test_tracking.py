@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
-from support import save_async_cases
 from support.states import differences, packed, tensor_of
 
+from checkpoint.saving import save_async_cases
 from dtckpt import DTensorCheckpoint, DVariable, Layout, RestoreOptions, SaveOptions, abstract_mesh, errors
 
 MESH = abstract_mesh({"x": 2, "y": 2})

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from support import tier_cases, tier_faults
 
 import dtckpt
+
+from . import tier_cases, tier_faults
 
 HOSTS = ["host0", "host1", "host2"]
 

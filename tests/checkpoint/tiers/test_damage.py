@@ -5,12 +5,13 @@ import os
 
 import pytest
 import torch
-from support import tier_cases
-from support.tier_cases import bits_flipped, parts_of
 
 from dtckpt import CheckpointManager, LocalTier
 from dtckpt.checkpoint.tiers.host_folder import HostFolder
 from dtckpt.checkpoint.tiers.records import PartIndex, SaveId
+
+from . import tier_cases
+from .tier_cases import bits_flipped, parts_of
 
 HOSTS = ["host0", "host1"]
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from support import forkserver, tier_faults
+from support import forkserver
 
 import dtckpt
 from dtckpt import CheckpointManager, LocalTier
@@ -15,6 +15,8 @@ from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.checkpoint.saving import write as writing
 from dtckpt.checkpoint.tiers import local_save
 from dtckpt.errors import StorageError
+
+from . import tier_faults
 
 
 class Storage:
@@ -400,6 +402,7 @@ def test_storage_that_does_not_answer_and_an_empty_tier(tmp_path, monkeypatch):
         manager_.restore()
 
 
+@pytest.mark.processes
 def test_a_process_that_ends_without_closing(tmp_path):
     """Both the save of the tier and the write to the root that follows it end before the process does."""
     process = forkserver.start(tier_faults.save_and_leave, str(tmp_path))

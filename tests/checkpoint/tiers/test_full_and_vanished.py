@@ -7,9 +7,11 @@ import socket
 
 import pytest
 import torch
-from support import forkserver, mounts, tier_cases, tier_faults
+from support import forkserver, mounts
 
 from dtckpt import CheckpointManager, LocalTier
+
+from . import tier_cases, tier_faults
 
 STEP_NBYTES = 4 << 20
 
@@ -97,6 +99,7 @@ def test_the_path_is_a_file(tmp_path, caplog):
     assert any("tier" in text for text in warnings_of(caplog))
 
 
+@pytest.mark.processes
 def test_a_full_file_system(tmp_path):
     """Situation 17: steps due in the root are written there directly; the tier comes back when there is space."""
     folder = tmp_path / "tier"

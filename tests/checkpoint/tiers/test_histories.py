@@ -7,7 +7,8 @@ import random
 
 import pytest
 from support.shares import SEED, amount
-from support.tier_histories import World, play, script_of, told_by
+
+from .tier_histories import World, play, script_of, told_by
 
 ATTEMPTS = 6
 

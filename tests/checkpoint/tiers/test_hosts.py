@@ -1,7 +1,8 @@
 """Hosts with several clients, and clients that disagree about their hosts."""
 
 import pytest
-from support import tier_cases, tier_faults
+
+from . import tier_cases, tier_faults
 
 
 def test_clients_on_one_host(pool, tmp_path):

@@ -7,9 +7,9 @@ import signal
 
 import pytest
 import torch
-from support import elastic_training
-from support.coordination_contract import wait_until
-from support.elastic_jobs import running
+from elastic import elastic_training
+from elastic.elastic_jobs import running
+from support.client_calls import wait_until
 from support.shares import IS_ALL, SEED
 
 import dtckpt
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 CLIENTS = 4
 KILLS = 3 if IS_ALL else 1
-STEPS = 60 + 30 * KILLS
+STEPS = 40 + 30 * KILLS
 LOST_STEPS = 10
 """At most so many steps are done anew: a step is protected soon after it is saved, also on a busy machine."""
 

@@ -6,13 +6,14 @@ import threading
 import time
 
 import pytest
-from support import tier_faults
 
 from dtckpt.checkpoint.tiers import replicator as replicators
 from dtckpt.checkpoint.tiers.peers import Peer
 from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.checkpoint.tiers.replicator import Copy, Replicator
 from dtckpt.errors import StorageError
+
+from . import tier_faults
 
 HOSTS = ["host0", "host1"]
 

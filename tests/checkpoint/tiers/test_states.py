@@ -1,9 +1,10 @@
 """Whatever can be saved in a checkpoint can be saved in the tier, and comes back bit for bit, wherever it lies."""
 
 import pytest
-from support import tier_cases, tier_states
 
 import dtckpt
+
+from . import tier_cases, tier_states
 
 HOSTS = ["host0", "host1", "host2"]
 

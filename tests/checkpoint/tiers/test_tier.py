@@ -9,12 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support import tier_cases
 
 import dtckpt
 from dtckpt import CheckpointManager, LocalTier
 from dtckpt.checkpoint.tiers.durable import RateLimitedSource
 from dtckpt.checkpoint.tiers.records import PartIndex, SaveId
+
+from . import tier_cases
 
 pytestmark = pytest.mark.processes
 

@@ -1,7 +1,8 @@
 """Clients are killed at each point of a local save; the next attempt restores a step that counts, whole."""
 
 import pytest
-from support import tier_cases, tier_faults
+
+from . import tier_cases, tier_faults
 
 HOSTS = ["host0", "host1"]
 DOES_NOT_COUNT = ("filled", "staged", "index written")

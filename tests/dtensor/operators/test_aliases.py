@@ -5,13 +5,14 @@ import torch
 import torch.nn.functional as functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.alias_programs import run_program, run_programs_on_clients, write_to_conjugate
-from support.operator_checks import record_redistributions
 from support.shares import SEED, examples
 
 from dtckpt import UNSHARDED, Layout, Partial, Replicate, Shard, abstract_mesh, pack
 from dtckpt.dtensor import distribute_tensor
 from dtckpt.dtensor.experimental import local_map
+
+from .alias_programs import run_program, run_programs_on_clients, write_to_conjugate
+from .operator_checks import record_redistributions
 
 EXAMPLES = examples(60)
 LINE = abstract_mesh({"x": 4})

@@ -5,13 +5,14 @@ from itertools import product
 
 import pytest
 import torch
-from support.operator_checks import S0, S1, S2, P, R, check, distributed
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from dtckpt import abstract_mesh
 from dtckpt.dtensor import DTensor, distribute_module, distribute_tensor
 from dtckpt.dtensor.operators import dispatch
+
+from .operator_checks import S0, S1, S2, P, R, check, distributed
 
 QUERY, KEY, VALUE = (4, 4, 6, 8), (4, 4, 5, 8), (4, 4, 5, 8)
 

@@ -4,8 +4,6 @@ import copy
 
 import pytest
 import torch
-from support import operator_cases
-from support.operator_cases import numbers
 from torch import nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.nn.utils import clip_grad_norm_
@@ -14,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from dtckpt import DTensor, Partial, Replicate, Shard, abstract_mesh
 from dtckpt.dtensor import distribute_module, distribute_tensor
 from dtckpt.errors import LayoutError, LayoutTypeError
+
+from . import operator_cases
+from .operator_cases import numbers
 
 LINE = abstract_mesh({"x": 4})
 GRID = abstract_mesh({"x": 2, "y": 2})

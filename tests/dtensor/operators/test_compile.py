@@ -8,8 +8,6 @@ import weakref
 
 import pytest
 import torch
-from support import compiled_programs
-from support.compiled_programs import MESHES, PROGRAMS
 from torch import nn
 from torch._dynamo.convert_frame import dynamo_tls
 from torch._dynamo.utils import counters
@@ -17,6 +15,9 @@ from torch._dynamo.utils import counters
 from dtckpt import DTensor, Replicate, Shard, abstract_mesh
 from dtckpt.dtensor import distribute_module, distribute_tensor
 from dtckpt.dtensor.torch_compile import REASON
+
+from . import compiled_programs
+from .compiled_programs import MESHES, PROGRAMS
 
 pytestmark = [
     pytest.mark.together("compilers"),  # each worker would import them

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from support.operator_checks import S0, S1, S2, P, R, check
 from torch.nn import functional
+
+from .operator_checks import S0, S1, S2, P, R, check
 
 CASES = {
     "plain": (functional.conv2d, {}, ((8, 12, 7, 6), (8, 12, 3, 3), (8,))),

@@ -9,10 +9,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from support.operator_database import BACKWARD, DIRECTIONS, FORWARD, FULL, QUICK, RIGHT, outcomes_of
-from support.operator_samples import operators
 from support.shares import IS_ALL
 from support.states import IS_DEVELOPMENT_TORCH
+
+from .operator_database import BACKWARD, DIRECTIONS, FORWARD, FULL, QUICK, RIGHT, outcomes_of
+from .operator_samples import operators
 
 SCALE = FULL if IS_ALL else QUICK
 EXCEPTIONS = tomllib.loads(Path(__file__).with_name("exceptions.toml").read_text())

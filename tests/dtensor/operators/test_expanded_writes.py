@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.operator_checks import S0, S1, P, R, distributed
+
+from .operator_checks import S0, S1, P, R, distributed
 
 ROWS = torch.tensor([0, 2])
 

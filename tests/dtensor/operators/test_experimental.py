@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import operator_cases
-from support.operator_cases import numbers
 
 from dtckpt import UNSHARDED, DTensor, Layout, Partial, Replicate, Shard, abstract_mesh, pack
 from dtckpt.dtensor import distribute_tensor, experimental
@@ -22,6 +20,9 @@ from dtckpt.errors import (
     OperatorError,
     ReplicaMismatchError,
 )
+
+from . import operator_cases
+from .operator_cases import numbers
 
 LINE = abstract_mesh({"x": 4})
 GRID = abstract_mesh({"x": 2, "y": 2})

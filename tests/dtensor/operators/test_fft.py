@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.operator_checks import S0, S1, P, R, check
+
+from .operator_checks import S0, S1, P, R, check
 
 FUNCTIONS = {
     "fft": torch.fft.fft,

@@ -4,13 +4,14 @@ import copy
 
 import pytest
 import torch
-from support.operator_checks import GRID, S0, S1, P, R, distributed
 from torch import nn
 
 from dtckpt import abstract_mesh
 from dtckpt.dtensor import DTensor
 from dtckpt.dtensor.operators import dispatch
 from dtckpt.errors import MeshMismatchError
+
+from .operator_checks import GRID, S0, S1, P, R, distributed
 
 SHAPES = [(6, 5), (3,), (8, 4), (), (2, 2)]
 PLACED = [S0, R, S1, R, S0]

@@ -2,8 +2,13 @@
 
 import pytest
 import torch
-from support.arrangements import ARRANGEMENTS, Placed, Plain
-from support.operator_database import (
+from torch.nn import functional
+
+from dtckpt import Partial, Replicate, Shard
+from dtckpt.dtensor import DTensor
+
+from .arrangements import ARRANGEMENTS, Placed, Plain
+from .operator_database import (
     BACKWARD,
     QUICK,
     RIGHT,
@@ -16,11 +21,7 @@ from support.operator_database import (
     run_backward,
     verdict_of,
 )
-from support.operator_samples import NOT_TRIED, Sample, op_db, operators, samples_of
-from torch.nn import functional
-
-from dtckpt import Partial, Replicate, Shard
-from dtckpt.dtensor import DTensor
+from .operator_samples import NOT_TRIED, Sample, op_db, operators, samples_of
 
 MIXED = next(each for each in ARRANGEMENTS if each.name == "mixed")
 SUMS = Placed("sums", (("x", 2), ("y", 3)), ((Partial("sum"), Replicate()), (Replicate(), Partial("sum"))))

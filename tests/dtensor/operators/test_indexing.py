@@ -4,11 +4,12 @@ import re
 
 import pytest
 import torch
-from support.operator_checks import GRID, LINE, S0, S1, S2, P, R, check, distributed
 from torch.nn import functional as nn
 
 from dtckpt.dtensor import distribute_tensor
 from dtckpt.dtensor.operators import dispatch
+
+from .operator_checks import GRID, LINE, S0, S1, S2, P, R, check, distributed
 
 INDEX = torch.tensor([3, 0, 5, 3, 1])
 GRID_INDEX = torch.tensor([[3, 0, 5], [3, 1, 4]])

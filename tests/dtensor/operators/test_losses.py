@@ -6,7 +6,13 @@ import math
 
 import pytest
 import torch
-from support.operator_checks import (
+from torch.nn import functional as F
+
+from dtckpt import abstract_mesh
+from dtckpt.dtensor import Partial, Replicate, Shard, distribute_tensor
+from dtckpt.dtensor.operators import dispatch
+
+from .operator_checks import (
     GRID,
     LINE,
     check,
@@ -15,11 +21,6 @@ from support.operator_checks import (
     replicated_operators,
     sample_placements,
 )
-from torch.nn import functional as F
-
-from dtckpt import abstract_mesh
-from dtckpt.dtensor import Partial, Replicate, Shard, distribute_tensor
-from dtckpt.dtensor.operators import dispatch
 
 _aten = torch.ops.aten
 _seed = torch.Generator().manual_seed(7)

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from support.operator_checks import S0, S1, S2, P, R, check, distributed
 from torch.nn.functional import linear
 
 from dtckpt.dtensor.operators import dispatch
+
+from .operator_checks import S0, S1, S2, P, R, check, distributed
 
 SHAPES = {
     "addmm": ((5,), (6, 8), (8, 5)),

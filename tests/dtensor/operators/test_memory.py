@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from support.plain_programs import PLACES, assert_as_plain, matrices
 from support.states import cluster_mesh
 from torch import nn
 
@@ -14,6 +13,8 @@ import dtckpt
 from dtckpt import Partial, Replicate, Shard
 from dtckpt.dtensor import DTensor, distribute_tensor
 from dtckpt.errors import LayoutError, OperatorError
+
+from .plain_programs import PLACES, assert_as_plain, matrices
 
 is_alias = torch._C._is_alias_of
 

@@ -1,7 +1,8 @@
 """One client calls an operator with other arguments than the rest: all raise, soon, and go on together."""
 
 import pytest
-from support import odd_call_cases
+
+from . import odd_call_cases
 
 pytestmark = pytest.mark.processes
 

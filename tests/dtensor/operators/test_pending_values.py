@@ -6,13 +6,14 @@ every reduction; the results are those of the reduced tensors. A run tries some 
 
 import pytest
 import torch
-from support.operator_checks import GRID, LINE, P, R
-from support.operator_database import is_determined
-from support.operator_samples import operators, samples_of
-from support.pending_cases import ARRANGEMENTS, CALLS, DTYPES, ROUNDING, is_taken, reductions_of
 
 from dtckpt import Layout, Partial, Shard, abstract_mesh
 from dtckpt.dtensor import distribute_tensor, pack
+
+from .operator_checks import GRID, LINE, P, R
+from .operator_database import is_determined
+from .operator_samples import operators, samples_of
+from .pending_cases import ARRANGEMENTS, CALLS, DTYPES, ROUNDING, is_taken, reductions_of
 
 ARE_FREE = {
     "_softmax_backward_data": "the sample names a dtype, which only the CPU's kernel does not look at",

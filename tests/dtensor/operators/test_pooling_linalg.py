@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from support.operator_checks import S0, S1, S2, P, R, check, distributed
 from torch.nn import functional
 
 from dtckpt.dtensor import DTensor
+
+from .operator_checks import S0, S1, S2, P, R, check, distributed
 
 IMAGES, VOLUMES, LINES = (8, 4, 6, 8), (4, 4, 4, 6, 8), (8, 4, 6)
 

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from support.operator_checks import S0, R, distributed
 from support.states import needs_newer_torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from dtckpt.dtensor import DTensor
+
+from .operator_checks import S0, R, distributed
 
 SQUARE = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
 

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.operator_checks import S0, S1, P, R, distributed
 from support.states import card_mesh
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -11,6 +10,8 @@ from dtckpt import UNSHARDED, DTensor, Layout, abstract_mesh
 from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators import dispatch, plain_tensors
 from dtckpt.dtensor.operators.rules import random as rules
+
+from .operator_checks import S0, S1, P, R, distributed
 
 SHAPE = (6, 5)
 PLACED = [R, S0, S1, P, (S0, S1), (S1, S0), (S0, S0), (P, S0)]

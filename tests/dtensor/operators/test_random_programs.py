@@ -1,8 +1,8 @@
 """Random programs give with DTensors what they give with plain tensors: values, metadata, aliases, gradients, errors.
 
 A failure is shown as a small script. Its seed replays it: ``DTCKPT_PROGRAM_SEED=<seed>``, with
-``DTCKPT_PROGRAM_CLIENTS=<n>`` if it was on several clients. ``PYTHONPATH=tests python -m support.program_search`` runs
-any number of programs, and groups what fails.
+``DTCKPT_PROGRAM_CLIENTS=<n>`` if it was on several clients.
+``PYTHONPATH=tests python -m dtensor.operators.programs.search`` runs any number of programs, and groups what fails.
 """
 
 import os
@@ -10,14 +10,14 @@ import random
 
 import pytest
 import torch
-from support.program_coverage import catalogue_names, left_out, reached
-from support.program_draw import Drawer, draw
-from support.program_grammar import FAMILIES
-from support.program_search import failure_of, failures_on_clients
-from support.random_programs import terms_of
 
 from dtckpt import UNSHARDED, Layout, abstract_mesh
 from dtckpt.dtensor import DTensor, pack
+from dtensor.operators.programs.coverage import catalogue_names, left_out, reached
+from dtensor.operators.programs.draw import Drawer, draw
+from dtensor.operators.programs.grammar import FAMILIES
+from dtensor.operators.programs.program import terms_of
+from dtensor.operators.programs.search import failure_of, failures_on_clients
 
 SEED = os.environ.get("DTCKPT_PROGRAM_SEED")
 CLIENTS = int(os.environ.get("DTCKPT_PROGRAM_CLIENTS", "1"))
@@ -34,7 +34,7 @@ def name_of(seeds):
     return f"{seeds.start}-{seeds.stop - 1}"
 
 
-@pytest.mark.share(4)
+@pytest.mark.share(2)
 @pytest.mark.parametrize("seeds", batches(1, 20_000, 100), ids=name_of)
 def test_one_process(seeds):
     for seed in seeds:
@@ -57,7 +57,7 @@ def test_every_operator_is_in_the_grammar_or_left_out_with_a_reason():
     """Run each row of the grammar once, and compare the operators that run with the catalogue."""
     names, (ran, dead) = catalogue_names(), reached()
     assert dead == ()
-    assert sorted(names - ran - set(left_out())) == [], "add them to program_grammar.toml or program_left_out.toml"
+    assert sorted(names - ran - set(left_out())) == [], "add them to grammar.toml or left_out.toml"
     assert sorted(name for name in left_out() if name in ran or name not in names) == [], "not left out, or none"
 
 

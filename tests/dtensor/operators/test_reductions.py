@@ -6,11 +6,12 @@ import math
 
 import pytest
 import torch
-from support.operator_checks import GRID, LINE, check, distributed, replicated_operators, sample_placements
 from support.states import IS_DEVELOPMENT_TORCH
 
 from dtckpt.dtensor import Partial, Replicate, Shard, distribute_tensor
 from dtckpt.dtensor.operators import dispatch
+
+from .operator_checks import GRID, LINE, check, distributed, replicated_operators, sample_placements
 
 _aten = torch.ops.aten
 _made = torch.Generator().manual_seed(5)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.plain_programs import assert_as_plain
+
+from .plain_programs import assert_as_plain
 
 ROW, MASK = torch.arange(6.0), torch.zeros(6, 4, dtype=torch.bool)
 MASK[1, 2] = MASK[5, 0] = True

@@ -1,8 +1,9 @@
 """Orders, batch norm, einsum, masks, infinities and the steps of optimizers: in one process, and over clients."""
 
 import pytest
-from support import several_client_cases
-from support.silent_faults import DEVICES
+
+from . import several_client_cases
+from .silent_faults import DEVICES
 
 CASES = [
     several_client_cases.faults_of_calls,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support import silent_faults
 
 import dtckpt
 from dtckpt import Layout, Mesh, Partial, Replicate, Shard, abstract_mesh, pack
 from dtckpt.dtensor import DTensor, distribute_tensor, init_device_mesh, ones, rand
 from dtckpt.errors import LayoutError, ReplicaMismatchError
+
+from . import silent_faults
 
 DEVICES = silent_faults.DEVICES
 

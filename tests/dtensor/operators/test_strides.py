@@ -5,12 +5,13 @@ import random
 
 import pytest
 import torch
-from support.operator_checks import S0, S1, R
-from support.stride_cases import strides_on_clients, writes_through_views_on_clients
 
 from dtckpt import Shard, abstract_mesh
 from dtckpt.dtensor import distribute_tensor
 from dtckpt.errors import OperatorError
+
+from .operator_checks import S0, S1, R
+from .stride_cases import strides_on_clients, writes_through_views_on_clients
 
 MESHES = (abstract_mesh({"x": 2}), abstract_mesh({"x": 1}), abstract_mesh({"x": 3}))
 

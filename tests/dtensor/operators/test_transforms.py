@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.plain_programs import PLACES, assert_as_plain, matrices
 from torch import func, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -10,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dtckpt.dtensor import distribute_tensor
 from dtckpt.errors import OperatorError
+
+from .plain_programs import PLACES, assert_as_plain, matrices
 
 # PyTorch's own module of forward-mode gradients
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from support.plain_programs import PLACES, assert_as_plain, matrices
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from dtckpt.dtensor import distribute_tensor
+
+from .plain_programs import PLACES, assert_as_plain, matrices
 
 # --- version counters ---------------------------------------------------------------------------------------------
 

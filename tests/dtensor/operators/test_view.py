@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from support.operator_checks import S0, S1, S2, S3, P, R, check, distributed
 from torch.nn import functional as nn
 
 from dtckpt.dtensor import DTensor
+
+from .operator_checks import S0, S1, S2, S3, P, R, check, distributed
 
 VIEWS = [
     ("squeeze", lambda x: x.squeeze(), (4, 1, 3), S0, S0),

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.operator_checks import S0, S1, P, R, distributed
+
+from .operator_checks import S0, S1, P, R, distributed
 
 
 def test_views_stay_what_they_are_when_their_source_is_turned_in_place():

@@ -1,7 +1,10 @@
 """Programs of tensor parallelism see the same with only the import changed, collectives included."""
 
 import pytest
-from support import dtensor_programs, parallel_programs
+
+from dtensor import dtensor_programs
+
+from . import parallel_programs
 
 pytestmark = pytest.mark.processes
 

@@ -1,7 +1,8 @@
 """Tensor parallelism over clients: tied parameters, uneven shards, errors, losses, and the model of PyTorch's tests."""
 
 import pytest
-from support import parallel_cases as cases
+
+from . import parallel_cases as cases
 
 pytestmark = pytest.mark.processes
 

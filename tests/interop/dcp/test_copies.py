@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support import dcp_plugin_cases as cases
+
+from . import plugin_cases as cases
 
 pytestmark = pytest.mark.processes
 

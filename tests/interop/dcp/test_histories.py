@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import dcp_plugin_cases as cases
 
 import dtckpt
+
+from . import plugin_cases as cases
 
 pytestmark = pytest.mark.processes
 
@@ -36,11 +37,11 @@ def test_saves_in_the_background(pool, tmp_path):
 def test_saves_in_another_process(tmp_path):
     """A process of its own starts, as DCP's must not be a child of those of the pool."""
     program = (
-        "import os, torch.distributed as dist; from support import dcp_plugin_cases;"
+        "import os, torch.distributed as dist; from interop.dcp import plugin_cases;"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1);"
-        "found = dcp_plugin_cases.save_in_background(os.environ['SAVED'], 'process');"
+        "found = plugin_cases.save_in_background(os.environ['SAVED'], 'process');"
         "assert found[:3] == [[0.0], [1.0], [2.0]], found;"
-        "error = dcp_plugin_cases.error_of_memory('process'); assert 'in the memory of this process' in error, error;"
+        "error = plugin_cases.error_of_memory('process'); assert 'in the memory of this process' in error, error;"
         "dist.destroy_process_group()"
     )
     path = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

@@ -1,7 +1,8 @@
 """Loops that name, find and delete checkpoints themselves, as the trainers of PyTorch do."""
 
 import pytest
-from support import dcp_plugin_cases as cases
+
+from . import plugin_cases as cases
 
 pytestmark = pytest.mark.processes
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
-from support import dcp_plugin_cases
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
@@ -40,6 +39,8 @@ from dtckpt.errors import (
 from dtckpt.interop import DtckptStorageReader, DtckptStorageWriter
 from dtckpt.interop.dcp import columns
 from dtckpt.storage import commit_by_rename
+
+from . import plugin_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -544,12 +545,12 @@ def test_a_planner_without_the_writers_data(tmp_path):
     ],
 )
 def test_cached_plans_of_other_paths_are_refused(tmp_path, before, after):
-    dcp_plugin_cases.forget_plans()
+    plugin_cases.forget_plans()
     save(before, tmp_path / "0", dcp.DefaultSavePlanner(enable_plan_caching=True))
     with pytest.raises(dcp.CheckpointException) as raised:
         save(after, tmp_path / "1", dcp.DefaultSavePlanner(enable_plan_caching=True))
     assert isinstance(cause_of(raised), SaveDisagreementError)
-    dcp_plugin_cases.forget_plans()
+    plugin_cases.forget_plans()
     save(after, tmp_path / "1")
     assert dtckpt.restore(tmp_path / "1").keys() == after.keys()
 

@@ -1,9 +1,10 @@
 """State dicts of FSDP2, HSDP, tensor parallelism and DDP through DCP, saved on 4 clients, loaded on 4, 1, 2 and 3."""
 
 import pytest
-from support import dcp_plugin_cases as cases
 
 import dtckpt
+
+from . import plugin_cases as cases
 
 pytestmark = pytest.mark.processes
 

@@ -6,10 +6,11 @@ import numcodecs
 import numpy as np
 import pytest
 import torch
-from support.untrusted_checkpoints import ELEMENTS
 
 import dtckpt
 from dtckpt import SaveOptions
+
+from .untrusted_checkpoints import ELEMENTS
 
 
 @pytest.fixture(params=["ocdbt", "zarr"])

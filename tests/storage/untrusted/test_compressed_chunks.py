@@ -5,14 +5,6 @@ import os
 import numcodecs
 import pytest
 import torch
-from support.untrusted_checkpoints import (
-    ELEMENTS,
-    assert_damaged,
-    limit_memory,
-    put_value,
-    resize_tensor,
-    ways_to_read,
-)
 
 import dtckpt
 from dtckpt import SaveOptions
@@ -22,6 +14,15 @@ from dtckpt.format.digest import bytes_digest
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.location import location_of
+
+from .untrusted_checkpoints import (
+    ELEMENTS,
+    assert_damaged,
+    limit_memory,
+    put_value,
+    resize_tensor,
+    ways_to_read,
+)
 
 
 @pytest.mark.parametrize("kvstore", ["zarr", "ocdbt"], indirect=True)

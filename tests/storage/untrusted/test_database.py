@@ -6,14 +6,6 @@ import numpy as np
 import pytest
 import tensorstore as ts
 import torch
-from support.untrusted_checkpoints import (
-    ELEMENTS,
-    assert_damaged,
-    change_manifest,
-    entry_of,
-    limit_memory,
-    resize_tensor,
-)
 
 import dtckpt
 from dtckpt import SaveOptions
@@ -22,6 +14,15 @@ from dtckpt.format.grid import ChunkGrid
 from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.ocdbt_database import OcdbtDatabase
 from dtckpt.storage.tensorstore_setup import open_context
+
+from .untrusted_checkpoints import (
+    ELEMENTS,
+    assert_damaged,
+    change_manifest,
+    entry_of,
+    limit_memory,
+    resize_tensor,
+)
 
 
 def odd_database(monkeypatch, location, height=0):

@@ -5,13 +5,14 @@ import time
 
 import pytest
 import torch
-from support.hostile_pickles import chunk, described, metadata, place, size, tensor, text, zip_of
-from support.untrusted_checkpoints import limit_memory
 
 import dtckpt
 from dtckpt.cli.main import main
 from dtckpt.errors import CheckpointCorruptError, StorageFullError, TreeError
 from dtckpt.storage import new_files
+
+from .hostile_pickles import chunk, described, metadata, place, size, tensor, text, zip_of
+from .untrusted_checkpoints import limit_memory
 
 HUGE = 1 << 20
 

@@ -5,7 +5,14 @@ import shutil
 import socket
 
 import pytest
-from support.untrusted_checkpoints import (
+
+import dtckpt
+from dtckpt import SaveOptions
+from dtckpt.cli.main import main
+from dtckpt.errors import StoragePermissionError
+from dtckpt.format.manifest import MANIFEST_NAME
+
+from .untrusted_checkpoints import (
     ELEMENTS,
     TB,
     assert_damaged,
@@ -13,12 +20,6 @@ from support.untrusted_checkpoints import (
     limit_memory,
     ways_to_read,
 )
-
-import dtckpt
-from dtckpt import SaveOptions
-from dtckpt.cli.main import main
-from dtckpt.errors import StoragePermissionError
-from dtckpt.format.manifest import MANIFEST_NAME
 
 
 def fifo(path):

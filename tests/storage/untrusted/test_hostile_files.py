@@ -1,11 +1,12 @@
 """Hostile files of all formats, read by every command: none takes more memory or time than is stated, none ends it.
 
-``python -m support.hostile_runs`` runs 10 000 mutations and 200 bombs, as ``DTCKPT_TESTS=all`` does.
+``python -m storage.untrusted.hostile_runs`` runs 10 000 mutations and 200 bombs, as ``DTCKPT_TESTS=all`` does.
 """
 
 import pytest
-from support.hostile_runs import NAMES, report, run_all
 from support.shares import SEED, amount
+
+from .hostile_runs import NAMES, report, run_all
 
 pytestmark = pytest.mark.processes
 

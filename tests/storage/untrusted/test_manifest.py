@@ -6,7 +6,14 @@ import time
 
 import pytest
 import torch
-from support.untrusted_checkpoints import (
+
+import dtckpt
+from dtckpt import Region, SaveOptions
+from dtckpt.checkpoint.reading.verify import MAX_DAMAGES
+from dtckpt.errors import CheckpointCorruptError
+from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, Manifest
+
+from .untrusted_checkpoints import (
     ELEMENTS,
     TB,
     assert_damaged,
@@ -17,12 +24,6 @@ from support.untrusted_checkpoints import (
     resize_tensor,
     ways_to_read,
 )
-
-import dtckpt
-from dtckpt import Region, SaveOptions
-from dtckpt.checkpoint.reading.verify import MAX_DAMAGES
-from dtckpt.errors import CheckpointCorruptError
-from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, Manifest
 
 
 @pytest.mark.parametrize(
