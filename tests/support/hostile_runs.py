@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dtckpt.checkpoint.foreign.pickle_syntax import FLOOR_NBYTES, MULTIPLE
+from dtckpt.checkpoint.reading.pieces import UNEXPANDED_NBYTES
 from dtckpt.cli.exit_codes import ExitCode
-from dtckpt.format.read_budget import FLOOR_NBYTES, MULTIPLE, UNEXPANDED_NBYTES
 from support import forkserver
 
 PATIENCE_S = 30

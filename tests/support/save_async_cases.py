@@ -17,7 +17,7 @@ from dtckpt import SaveOptions, errors
 from dtckpt.checkpoint.converting.file_plan import FilePlan
 from dtckpt.checkpoint.converting.write_files import FileWriter
 from dtckpt.checkpoint.restoring import restore as restoring
-from dtckpt.checkpoint.saving import attempt
+from dtckpt.checkpoint.saving import construction
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 from support.states import bits_of
@@ -179,7 +179,7 @@ def exit_after_a_failure(path: str) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("no ink")
 
-    attempt.merge_clients = fail
+    construction.merge_clients = fail
     dtckpt.save_async(path, {"w": torch.ones(3)}).wait(WAIT_S)
 
 

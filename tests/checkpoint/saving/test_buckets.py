@@ -12,7 +12,7 @@ from support.states import packed
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, errors
-from dtckpt.checkpoint.saving.buckets import BucketSource
+from dtckpt.checkpoint.saving.staging import BucketSource
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 
 OPTIONS = SaveOptions(staging_nbytes=8192, chunk_nbytes=4096, overwrite=True)
