@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dtckpt.layout.svg import INK, MUTED, PALETTE, Picture
+from dtckpt.pictures.svg import INK, MUTED, PALETTE, Picture
 
 SKY, ORANGE, GREEN, PURPLE, YELLOW, BLUE, VERMILION = PALETTE
 MET, MISSED = BLUE, VERMILION

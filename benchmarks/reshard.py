@@ -40,7 +40,7 @@ from dtckpt import Layout, abstract_mesh, pack
 from dtckpt.checkpoint.resharding.reshard import reshard
 from dtckpt.checkpoint.resharding.workers import Worker
 from dtckpt.checkpoint.saving.plan import TensorSpec, holdings_of, plan_save
-from dtckpt.cli.freed_memory import return_freed_memory
+from dtckpt.cli.options import return_freed_memory
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.tensorstore_setup import tensorstore
 

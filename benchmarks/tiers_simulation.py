@@ -22,7 +22,7 @@ from rich.table import Table
 import dtckpt
 from benchmarks.results import show
 from dtckpt.checkpoint.tiers.placement import Placement
-from dtckpt.layout.svg import Picture
+from dtckpt.pictures.svg import Picture
 
 NUM_HOSTS, HOSTS_PER_RACK, RACKS_PER_ROW = 2048, 8, 32
 MTBF_S = 54 * 86400 / 419

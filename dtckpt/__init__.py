@@ -7,6 +7,7 @@ which needs the generated messages and the errors only, starts without torch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.managing.manager import CheckpointManager
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
     from dtckpt.checkpoint.managing.retention import Retention
+    from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
     from dtckpt.checkpoint.per_client import PerClient
-    from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
     from dtckpt.checkpoint.reading.tensor_info import TensorInfo
     from dtckpt.checkpoint.reading.verify import VerifyReport
     from dtckpt.checkpoint.resharding.reshard import reshard
@@ -31,9 +32,8 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.saving.save import save
     from dtckpt.checkpoint.saving.save_async import SaveHandle, save_async
     from dtckpt.checkpoint.shards import Shards
-    from dtckpt.checkpoint.simulating.machine import Machine
-    from dtckpt.checkpoint.simulating.report import Simulation
     from dtckpt.checkpoint.simulating.simulate import simulate
+    from dtckpt.checkpoint.simulating.simulation import Machine, Simulation
     from dtckpt.checkpoint.tensorflow.dtensor_checkpoint import DTensorCheckpoint
     from dtckpt.checkpoint.tensorflow.named_tensors import name_based_restore, name_based_save, sharded_save
     from dtckpt.checkpoint.tiers.local_restore import LocalRestore
@@ -53,9 +53,8 @@ if TYPE_CHECKING:
         run_on,
         unpack,
     )
-    from dtckpt.format.client_values import ClientValues
-    from dtckpt.format.enum_members import EnumMember
-    from dtckpt.format.tensor_parts import TensorParts
+    from dtckpt.format.containers import ClientValues, TensorParts
+    from dtckpt.format.plain_values import EnumMember
     from dtckpt.interop.zarr_store import zarr_store
     from dtckpt.layout.clients import (
         client_id,
@@ -93,7 +92,7 @@ _MODULES = {
     "checkpoint.per_client": ("PerClient",),
     "checkpoint.tiers.local_restore": ("LocalRestore",),
     "checkpoint.tiers.options": ("LocalTier",),
-    "checkpoint.reading.checkpoint": ("Checkpoint", "open_checkpoint"),
+    "checkpoint.open": ("Checkpoint", "open_checkpoint"),
     "checkpoint.reading.tensor_info": ("TensorInfo",),
     "checkpoint.restoring.restore": ("restore",),
     "checkpoint.rng_state": ("RngState",),
@@ -102,9 +101,8 @@ _MODULES = {
     "checkpoint.saving.report": ("SaveReport",),
     "checkpoint.saving.save": ("save",),
     "checkpoint.reading.verify": ("VerifyReport",),
-    "format.client_values": ("ClientValues",),
-    "format.enum_members": ("EnumMember",),
-    "format.tensor_parts": ("TensorParts",),
+    "format.containers": ("ClientValues", "TensorParts"),
+    "format.plain_values": ("EnumMember",),
     "interop.zarr_store": ("zarr_store",),
     "layout.clients": (
         "client_id",
@@ -143,9 +141,8 @@ _MODULES = {
     "comm.rendezvous": ("init_process_group",),
     "checkpoint.resharding.reshard": ("reshard",),
     "checkpoint.shards": ("Shards",),
-    "checkpoint.simulating.machine": ("Machine",),
-    "checkpoint.simulating.report": ("Simulation",),
     "checkpoint.simulating.simulate": ("simulate",),
+    "checkpoint.simulating.simulation": ("Machine", "Simulation"),
 }
 _SUBMODULES = ("dtensor", "errors", "interop")
 _MODULE_OF = {name: f"dtckpt.{module}" for module, names in _MODULES.items() for name in names}
@@ -244,6 +241,8 @@ def __getattr__(name: str) -> Any:
     except KeyError:
         raise AttributeError(f"module 'dtckpt' has no attribute {name!r}") from None
     globals()[name] = value
+    if "dtckpt.layout.mesh" in sys.modules:
+        importlib.import_module("dtckpt.pictures.notebook")  # so that notebooks draw meshes and layouts
     return value
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import dtckpt
-from dtckpt.layout.sharding_drawing import Subject, region_colours, subject_svg
-from dtckpt.layout.svg import INK, MUTED, Picture
+from dtckpt.pictures.sharding import Subject, region_colours, subject_svg
+from dtckpt.pictures.svg import INK, MUTED, Picture
 
 MESH = dtckpt.abstract_mesh({"data": 2, "model": 2})
 SHAPE = (4, 6)

@@ -9,7 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from dtckpt.layout.svg import Picture
+from dtckpt.pictures.svg import Picture
 
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
 """Of Okabe and Ito, which people of all kinds of sight tell apart."""

@@ -2,9 +2,12 @@
 
 import ast
 import importlib
+import io
 import operator
 import re
+import tokenize
 import tomllib
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,118 @@ def test_one_module_changes_files():
             found[str(path.relative_to(ROOT / "dtckpt"))] = lines
     assert found.pop(DOOR)
     assert found.keys() == OTHER_WRITERS.keys(), found
+
+
+# --- circles, names, imports --------------------------------------------------------------------------------------
+
+MODULES = {
+    ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path
+    for root, package in ((ROOT, "dtckpt"), (ROOT / "server", "dtckpt_server"))
+    for path in sorted((root / package).rglob("*.py"))
+    if "_proto" not in path.parts
+}
+"""Every module of the library and the server, by its name."""
+MAX_CIRCLE = 3
+MAX_SHARE_OF_IMPORTS = 0.1202
+"""It goes down to 0.1."""
+
+
+def imported(tree):
+    """Yield the modules that a module imports, also inside functions and for type checkers."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in MODULES)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            submodules = names & MODULES.keys()
+            yield from submodules
+            if submodules != names and node.module in MODULES:
+                yield node.module
+
+
+def circles(graph):
+    """Return the strongly connected components of a graph that have several nodes (R. Tarjan, 1972)."""
+    order, lowest, stack, found = {}, {}, [], []
+
+    def visit(node):
+        order[node] = lowest[node] = len(order)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in order:
+                visit(other)
+            if other in stack:
+                lowest[node] = min(lowest[node], lowest[other])
+        if lowest[node] == order[node]:
+            position = stack.index(node)
+            component = stack[position:]
+            del stack[position:]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in graph:
+        if node not in order:
+            visit(node)
+    return found
+
+
+def test_circles_are_found():
+    graph = {"a": ["b"], "b": ["c", "d"], "c": ["a"], "d": ["e"], "e": ["d"], "f": ["a", "f"]}
+    assert sorted(circles(graph)) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_no_import_circle_has_many_modules():
+    graph = {module: sorted(set(imported(ast.parse(path.read_text())))) for module, path in MODULES.items()}
+    assert [circle for circle in circles(graph) if len(circle) > MAX_CIRCLE] == []
+
+
+SAME_NAMES = {
+    "Failure": "what a history of calls, and what the server, knows of a client that failed",
+    "HeldError": "the server decides it, the client raises it",
+    "UnknownError": "the server decides it, the client raises it",
+    # To be renamed:
+    **dict.fromkeys(["Call", "Copies", "Copy", "Parameter"], ""),
+    **dict.fromkeys(["Placement", "Progress", "Report", "TensorFacts", "Written"], ""),
+    **dict.fromkeys(["_Checked", "_Draft", "_Handler", "_Job", "_Opened", "_Runs"], ""),
+}
+"""Names that two classes may share, each with the reason."""
+
+
+def test_no_two_classes_share_a_name():
+    modules_of = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                modules_of[node.name].append(module)
+    shared = {name: modules for name, modules in modules_of.items() if len(modules) > 1}
+    assert shared.keys() - SAME_NAMES.keys() == set(), {
+        name: shared[name] for name in shared.keys() - SAME_NAMES.keys()
+    }
+    assert SAME_NAMES.keys() - shared.keys() == set(), "these names are no longer shared: take them off the list"
+
+
+def lines_of_code(path):
+    """Return how many lines a module has without blanks, comments and docstrings, and how many of them import."""
+    text = path.read_text()
+    nodes = list(ast.walk(ast.parse(text)))
+    docstrings, imports, code = set(), set(), set()
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports.update(range(node.lineno, node.end_lineno + 1))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.update(range(node.lineno, node.end_lineno + 1))
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code - docstrings), len(imports)
+
+
+NO_CODE = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
+
+
+def test_few_lines_are_imports():
+    counts = [lines_of_code(path) for path in MODULES.values()]
+    share = sum(imports for _, imports in counts) / sum(code for code, _ in counts)
+    assert share <= MAX_SHARE_OF_IMPORTS, f"{share:.4f}"

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md names files, targets and layers that exist; its examples fit the tree and compile.
+"""CONTRIBUTING.md and its pages name files, targets and layers that exist; their examples fit the tree and compile.
 
 The examples are applied in memory only, and not run. If a line changes that an example's diff shows, write the diff
 anew: make the example's change by hand, and paste ``git diff -U1``.
@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+EXAMPLES = [path.read_text() for path in sorted((ROOT / "docs" / "contributing").glob("*.md"))]
+TEXT = "\n".join([(ROOT / "CONTRIBUTING.md").read_text(), *EXAMPLES])
 MAX_COLUMNS = 125
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 NEW_FILE = re.compile(r"^New file `([^`]+)`.*?^```python\n(.*?)^```$", re.M | re.S)
 PATH = re.compile(r"(?<![\w./-])(?:dtckpt|server|tests|docs|protos|benchmarks|examples|deploy)/[\w./-]*\w")
 FOLDERS = ("dtckpt", "server", "tests", "docs")
-EXAMPLES = TEXT.split("\n## How to add things\n")[1].split("\n### ")[1:]
 NEW = dict(NEW_FILE.findall(TEXT))
 """The files that the examples make, by path."""
 
@@ -44,7 +44,7 @@ def patched():
     texts = dict(NEW)
     for path, old, new in HUNKS:
         text = "\n" + (texts.get(path) or (ROOT / path).read_text())
-        assert text.count(f"\n{old}") == 1, f"{path} is no longer as CONTRIBUTING.md has it:\n{old}"
+        assert text.count(f"\n{old}") == 1, f"{path} is no longer as docs/contributing has it:\n{old}"
         texts[path] = text.replace(f"\n{old}", f"\n{new}")[1:]
     return texts
 

@@ -36,6 +36,8 @@ PAGES = {
 """Pages whose blocks run here: their names in `docs_cases`, and the number of clients."""
 ELSEWHERE = {
     "docs/adopt.md": "tests/interop/test_adopt.py",
+    "docs/contributing/cli_command.md": "tests/test_contributing.py",
+    "docs/contributing/storage_back_end.md": "tests/test_contributing.py",
     "docs/zarr.md": "tests/interop/test_zarr_docs.py",
 }
 

@@ -6,7 +6,7 @@ kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -16,12 +16,13 @@ import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from dtckpt.checkpoint.shards import Shards
+from dtckpt.comm import host_memory
 from dtckpt.comm.torch_private import AsyncCollectiveTensor, detect_fake_mode, is_fake
 from dtckpt.dtensor import DTensor, DVariable, torch_interop
-from dtckpt.errors import DTypeError, LayoutError
+from dtckpt.errors import CheckpointError, DTypeError, LayoutError
+from dtckpt.format.containers import has_parts
 from dtckpt.format.dtypes import DTYPES, UNCONVERTED, validate_dtype
-from dtckpt.format.tensor_parts import has_parts
-from dtckpt.layout import torch_device_mesh
+from dtckpt.layout import device_mesh
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
@@ -125,7 +126,7 @@ def mesh_of(value: Any) -> Mesh | None:
     if isinstance(value, Shards):
         return value.whole("").device_mesh
     if torch_interop.is_torch_dtensor(value):
-        return torch_device_mesh.mesh_of(value.device_mesh)
+        return device_mesh.mesh_of(value.device_mesh)
     return value.device_mesh if isinstance(value, DTensor) else None
 
 
@@ -313,3 +314,19 @@ _BITS = {
     # `isbuiltin` is 1 for NumPy's own types; PyTorch makes no arrays of the others.
     if DTYPES[name].isbuiltin != 1 or name in UNCONVERTED
 }
+
+
+def new_memory(name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Allocate host memory for a tensor of a checkpoint.
+
+    Raises:
+        CheckpointError: The host lacks the memory.
+    """
+    try:
+        return host_memory.allocate(shape, dtype)
+    # PyTorch's class for an allocation that fails.
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"this host lacks the memory for tensor {name!r}; got shape {tuple(shape)} of {dtype}; read a part of it, "
+            "or restore it on more hosts"
+        ) from error

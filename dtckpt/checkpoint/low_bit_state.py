@@ -1,6 +1,6 @@
 """Optimizer state in tensors of wrapper subclasses, as torchao's low-bit optimizers keep it.
 
-Such a tensor is stored as its parts (`dtckpt.format.tensor_parts`), and an optimizer that has no state yet gets tensors
+Such a tensor is stored as its parts (`dtckpt.format.containers`), and an optimizer that has no state yet gets tensors
 of the class again. The parts of a shard, as FSDP2 makes them, cannot be cut anew: codes and scales stand for blocks of
 the shard's elements. So the parts of each device have separate names, with the device's number in the mesh::
 
@@ -18,7 +18,7 @@ import torch
 from dtckpt.dtensor import torch_interop
 from dtckpt.errors import TreeError
 from dtckpt.format import tree as trees
-from dtckpt.format.tensor_parts import TensorParts, has_parts
+from dtckpt.format.containers import TensorParts, has_parts
 from dtckpt.format.tree import Node
 
 _BY_DEVICE = "by device"

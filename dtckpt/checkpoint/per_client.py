@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
 from dtckpt.errors import ConfigError, TensorNotFoundError, capped
-from dtckpt.format.client_values import ClientValues
+from dtckpt.format.containers import ClientValues
 
 ResizeRule = Literal["error", "keep", "modulo"] | Callable[[ClientValues, int, int], Any]
 

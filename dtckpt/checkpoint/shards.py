@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from dtckpt.checkpoint.restoring.wrapper_prefixes import unwrapped
 from dtckpt.dtensor import DTensor, torch_interop
 from dtckpt.errors import ComponentError, ConfigError, LayoutError, LayoutTypeError, MeshError, capped
-from dtckpt.layout import torch_device_mesh
+from dtckpt.layout import device_mesh
 from dtckpt.layout.device_mesh import mesh_of_ranks
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
@@ -324,7 +324,7 @@ def _mesh_of(value: Any) -> Mesh:
         return mesh_of_ranks("cpu", np.array(dist.get_process_group_ranks(value)), ("shards",))
     if value is dist.GroupMember.NON_GROUP_MEMBER:
         raise MeshError("Shards: this client is not in the group; only its members hold parts")
-    return torch_device_mesh.mesh_of(value)
+    return device_mesh.mesh_of(value)
 
 
 def _line(mesh: Mesh, axis: str) -> tuple[int, ...]:

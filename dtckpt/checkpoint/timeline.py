@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from dtckpt.format.manifest import Costs, PhaseCost
 from dtckpt.layout.clients import client_id
-from dtckpt.layout.svg import MUTED, PALETTE, WAIT, Picture
+from dtckpt.pictures.svg import MUTED, PALETTE, WAIT, Picture
 from dtckpt.storage.location import Location
 
 _EDGE, _LEFT, _TOP = 24.0, 84.0, 112.0

@@ -10,17 +10,18 @@ import logging
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.progress_bar import Bar, is_watched
 from dtckpt.checkpoint.tracing import close_span, open_span
 from dtckpt.coordination.api import Progress
 from dtckpt.errors import printable
-from dtckpt.format.manifest import Costs, PhaseCost
+from dtckpt.format.manifest import Costs, PhaseCost, costs_from_proto, phases_to_proto
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
@@ -242,3 +243,27 @@ def find_slow(costs: Costs) -> SlowClient | None:
         if excess_s >= SLOW_EXCESS_S and cost.seconds >= SLOW_FACTOR * median.seconds:
             slow.append((excess_s, SlowClient(client, phase, cost, median)))
     return max(slow, key=lambda item: item[0], default=(0.0, None))[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The vote of a client that has written its part of a save, or read its part of a restore.
+
+    Args:
+        chunk_list: Digest of the file of its chunk list; 0 in a restore.
+        costs: Cost of each phase so far, by name.
+    """
+
+    chunk_list: int
+    costs: Mapping[str, PhaseCost]
+
+    def to_bytes(self) -> bytes:
+        """Return the payload."""
+        message = checkpoint_pb2.Written(chunk_list=self.chunk_list, phases=phases_to_proto({0: self.costs}))
+        return message.SerializeToString(deterministic=True)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Written:
+        """Read a payload."""
+        message = checkpoint_pb2.Written.FromString(data)
+        return cls(message.chunk_list, costs_from_proto([0], message.phases)[0])

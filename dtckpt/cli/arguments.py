@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtckpt.checkpoint.reading.similar_names import did_you_mean
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.layout_choice import kept_layout
-from dtckpt.errors import ConfigError, LayoutError, MeshError, capped
+from dtckpt.errors import ConfigError, LayoutError, MeshError, capped, did_you_mean
 from dtckpt.format.dtypes import DTYPES, is_floating
 from dtckpt.layout import text_format
 from dtckpt.layout.create_mesh import abstract_mesh
@@ -168,3 +167,13 @@ class LayoutRules:
                 f"no tensor matches the pattern of layout {capped(repr(rule.text) for rule in unused)}; expected a "
                 f"glob over names{did_you_mean(unused[0].pattern, self._names)}"
             )
+
+
+def parse_rules(texts: Sequence[str], file: Path | None, mesh: Mesh) -> LayoutRules:
+    """Parse the rules of ``--layout``, then those of ``--layout-file``.
+
+    Raises:
+        ConfigError: The file cannot be read.
+        LayoutError: A rule is malformed or does not fit the mesh.
+    """
+    return LayoutRules([*texts, *(read_rules(file) if file else ())], mesh)

@@ -5,80 +5,127 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from dtckpt.checkpoint.converting.convert import convert
-from dtckpt.checkpoint.converting.report import ConvertedTensor, ConvertReport
-from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.cli.arguments import parse_dtype
-from dtckpt.cli.freed_memory import return_freed_memory
-from dtckpt.cli.left_behind import account_facts, write_left
+import click
+
+from dtckpt.cli.options import (
+    TARGETS,
+    debug_option,
+    json_option,
+    memory_option,
+    parse_pairs,
+    parse_size,
+    quiet_option,
+    rest_options,
+    return_freed_memory,
+    source_and_target,
+)
 from dtckpt.cli.output import (
+    account_facts,
     format_count,
     format_shape,
     open_progress,
     write_event,
+    write_left,
     write_line,
     write_summary,
     write_table,
 )
-from dtckpt.cli.plain_arguments import parse_pairs, parse_size
 from dtckpt.errors import format_nbytes, printable
+from dtckpt.format.codecs import CODECS
+
+if TYPE_CHECKING:
+    from dtckpt.checkpoint.converting.report import ConvertedTensor, ConvertReport
 
 PROGRESS_S = 1.0
 """Seconds between two ``progress`` events, at least."""
 
+EPILOG = """\b
+Names:
+  GLOB and OLD are matched with names of tensors and paths of values (* also matches /). Each * of NEW stands for what
+  the one of OLD matched. Names of OLD and NEW are joined by /; files of safetensors have . in its place.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertRequest:
-    """The arguments of the command, as `click` passes them; see `dtckpt.cli.commands`."""
+\b
+Examples:
+  dtckpt convert Llama-3-8B/ step_0                            a model in safetensors files, to train it
+  dtckpt convert step_100 out --to safetensors --select 'model/*' --rename 'model/*=*' --dtype bfloat16
+  dtckpt convert step_100 model.safetensors --select 'model/*' --rename 'model/*=*'
+  dtckpt convert runs/dcp/step_100 step_100                    a distributed checkpoint of PyTorch, and back:
+  dtckpt convert step_100 runs/dcp/step_101 --to dcp
 
-    src: str
-    dst: str
-    to: str | None
-    select: Sequence[str]
-    renames: Sequence[str]
-    dtype: str | None
-    ties: Sequence[str]
-    max_shard_size: str
-    max_memory: str
-    codec: str | None
-    overwrite: bool
-    ignore_rest: bool
-    dry_run: bool
-    as_json: bool
+"""
 
 
-def run_convert(request: ConvertRequest) -> None:
-    """Run the command.
+@click.command("convert", epilog=EPILOG)
+@source_and_target
+@click.option("--to", type=click.Choice(TARGETS), help="Format of DST [default: by its suffix, or else dtckpt].")
+@click.option("--select", multiple=True, metavar="GLOB", help="Write only what has such names.")
+@click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="New names of what is written.")
+@click.option("--dtype", metavar="DTYPE", help="New dtype of the floating-point tensors, such as bfloat16.")
+@click.option(
+    "--tied", "ties", multiple=True, metavar="NAME=KEPT", help="Store KEPT only; NAME must have the same elements."
+)
+@click.option(
+    "--max-shard-size", metavar="SIZE", default="5GB", show_default=True, help="Bound on one file of several."
+)
+@memory_option("256MiB")
+@click.option("--codec", type=click.Choice(CODECS), help="Compression of dtckpt and zarr [default: as in SRC].")
+@rest_options
+@click.option("--dry-run", is_flag=True, help="Check everything and show the plan; write nothing.")
+@json_option("Print one JSON line per event: start, progress, tensor, done, error.")
+@quiet_option
+@debug_option
+def command(
+    *,
+    src: str,
+    dst: str,
+    to: str | None,
+    select: Sequence[str],
+    renames: Sequence[str],
+    dtype: str | None,
+    ties: Sequence[str],
+    max_shard_size: str,
+    max_memory: str,
+    codec: str | None,
+    overwrite: bool,
+    ignore_rest: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Write checkpoint SRC anew as DST, in another format.
 
-    Raises:
-        ConfigError: An option cannot be used.
-        CheckpointError: As for `dtckpt.convert`.
+    SRC is a checkpoint of dtckpt, a file or directory of safetensors, a directory of torch.distributed.checkpoint
+    (dcp), or a file of torch.save (torch). Digests of every tensor's content prove that it stayed as it was. DST
+    appears whole or not at all.
     """
+    from dtckpt.checkpoint.converting.convert import convert
+    from dtckpt.checkpoint.options import SaveOptions
+    from dtckpt.cli.arguments import parse_dtype
+
     return_freed_memory()
-    renames: dict[str | re.Pattern[str], str] = dict(parse_pairs(request.renames, "rename", "OLD=NEW").items())
+    new_names: dict[str | re.Pattern[str], str] = dict(parse_pairs(renames, "rename", "OLD=NEW").items())
     run = partial(
         convert,
-        request.src,
-        request.dst,
-        to=request.to,
-        select=request.select,
-        rename=renames or None,
-        dtype=None if request.dtype is None else parse_dtype(request.dtype),
-        tied=parse_pairs(request.ties, "tied", "NAME=KEPT"),
-        max_shard_size=parse_size(request.max_shard_size),
-        max_memory=parse_size(request.max_memory),
-        options=None if request.codec is None else SaveOptions(codec=request.codec),
-        overwrite=request.overwrite,
-        ignore_rest=request.ignore_rest,
+        src,
+        dst,
+        to=to,
+        select=select,
+        rename=new_names or None,
+        dtype=None if dtype is None else parse_dtype(dtype),
+        tied=parse_pairs(ties, "tied", "NAME=KEPT"),
+        max_shard_size=parse_size(max_shard_size),
+        max_memory=parse_size(max_memory),
+        options=None if codec is None else SaveOptions(codec=codec),
+        overwrite=overwrite,
+        ignore_rest=ignore_rest,
     )
     # A dry run first: it finds errors in all arguments and tensors before anything is written.
     plan = run(dry_run=True)
-    if request.as_json:
-        _run_as_json(run, plan, is_dry_run=request.dry_run)
-    elif request.dry_run:
+    if as_json:
+        _run_as_json(run, plan, is_dry_run=dry_run)
+    elif dry_run:
         _write_plan(plan)
     else:
         with open_progress("converting", plan.nbytes) as progress:

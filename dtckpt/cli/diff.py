@@ -6,26 +6,22 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dtckpt.checkpoint.inspecting.compare import plan_comparison
-from dtckpt.checkpoint.inspecting.difference import (
-    ContentDigest,
-    Difference,
-    DifferenceKind,
-    DiffReport,
-    Fact,
-    PlainValue,
-    StoredDtype,
-    TensorFacts,
-)
-from dtckpt.checkpoint.inspecting.element_differences import ElementDifferences, Extreme
-from dtckpt.checkpoint.inspecting.tensor_comparison import Reads
-from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
+import click
+
 from dtckpt.cli.exit_codes import ExitCode
-from dtckpt.cli.freed_memory import return_freed_memory
-from dtckpt.cli.name_groups import group_names
+from dtckpt.cli.options import (
+    LOCATION,
+    debug_option,
+    json_option,
+    memory_option,
+    pager_option,
+    parse_pairs,
+    parse_size,
+    quiet_option,
+    return_freed_memory,
+)
 from dtckpt.cli.output import (
     format_count,
     format_layout,
@@ -37,60 +33,102 @@ from dtckpt.cli.output import (
     write_event,
 )
 from dtckpt.cli.pager import page
-from dtckpt.cli.plain_arguments import parse_pairs, parse_size
 from dtckpt.errors import format_nbytes, printable
-from dtckpt.format.plain_values import encode_value
-from dtckpt.layout.layout import Layout
 
-_READS = {None: Reads.NEEDED, True: Reads.DIFFERENT, False: Reads.NONE}
+if TYPE_CHECKING:
+    from dtckpt.checkpoint.inspecting.difference import Difference, DiffReport, Fact
+    from dtckpt.checkpoint.inspecting.elements import ElementDifferences, Extreme
+
+DIFFERENCES = ("missing", "extra", "type", "value", "shape", "dtype", "layout", "part", "elements", "file", "unknown")
+"""A copy of the names in `dtckpt.checkpoint.inspecting.difference`, which is slow to import."""
+
+EPILOG = """\b
+Differences:
+  missing, extra        in A only, in B only
+  type, value           another kind of container or leaf; another plain value
+  shape, dtype, layout  of a tensor; a layout is its specs and the axes of its mesh
+  part                  which part of a tensor was saved
+  elements              the tensor's elements
+  file, unknown         not read, as files of other programs beside A or B; not compared
+
+\b
+Examples:
+  dtckpt diff step_100 step_200                     by digests: which tensors differ
+  dtckpt diff step_100 step_200 --values            how many elements differ, and by how much
+  dtckpt diff step_100 step_100_for_8 --ignore layout
+  dtckpt diff step_100 model.safetensors --select 'model/*' --rename 'model/*=*' --ignore layout
+
+"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DiffRequest:
-    """The arguments of the command, as `click` passes them; see `dtckpt.cli.commands`."""
+@click.command("diff", epilog=EPILOG)
+@click.argument("a", type=LOCATION)
+@click.argument("b", type=LOCATION)
+@click.option(
+    "--values/--no-values",
+    default=None,
+    help="Read the elements of tensors whose digests differ, too; or read none at all [default: read those without "
+    "digests that tell].",
+)
+@click.option("--select", multiple=True, metavar="GLOB", help="Compare only tensors and values of such names.")
+@click.option(
+    "--rename",
+    "renames",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="Names in B for those in A, as in convert; then --select chooses from A, and all of B is compared.",
+)
+@click.option(
+    "--ignore", multiple=True, type=click.Choice(DIFFERENCES), help="Differences that do not count; see below."
+)
+@memory_option("256MiB")
+@pager_option
+@json_option("Print one JSON line per difference, then one with the result.")
+@quiet_option
+@debug_option
+def command(
+    *,
+    a: str,
+    b: str,
+    values: bool | None,
+    select: Sequence[str],
+    renames: Sequence[str],
+    ignore: Sequence[str],
+    max_memory: str,
+    pager: bool,
+    as_json: bool,
+) -> ExitCode:
+    """Show the differences between checkpoints A and B; exit with 0 if there are none, with 1 if there are some.
 
-    a: str
-    b: str
-    values: bool | None
-    select: Sequence[str]
-    renames: Sequence[str]
-    ignore: Sequence[str]
-    max_memory: str
-    pager: bool
-    as_json: bool
-
-
-def run_diff(request: DiffRequest) -> ExitCode:
-    """Run the command.
-
-    Returns:
-        `ExitCode.FAILED` if the checkpoints differ, or something was not compared.
-
-    Raises:
-        ConfigError: An option cannot be used.
-        TensorNotFoundError: A glob matches nothing.
-        CheckpointError: As for `dtckpt.open_checkpoint`.
+    Content digests tell whether the elements of two tensors of one dtype differ, for all layouts and chunks.
+    Elements are read where there are no such digests: of other libraries' files, and of two dtypes. Elements of one
+    dtype are equal if their bits are, so a NaN equals one of the same bits. Errors do not count a NaN.
     """
+    from dtckpt.checkpoint.inspecting.compare import plan_comparison
+    from dtckpt.checkpoint.inspecting.difference import DifferenceKind
+    from dtckpt.checkpoint.inspecting.tensor_comparison import Reads
+    from dtckpt.checkpoint.open import open_checkpoint
+
     return_freed_memory()
-    max_memory = parse_size(request.max_memory)
-    renames: dict[str | re.Pattern[str], str] = dict(parse_pairs(request.renames, "rename", "OLD=NEW").items())
-    with open_checkpoint(request.a) as a, open_checkpoint(request.b) as b, ExitStack() as stack:
+    bound = parse_size(max_memory)
+    new_names: dict[str | re.Pattern[str], str] = dict(parse_pairs(renames, "rename", "OLD=NEW").items())
+    with open_checkpoint(a) as first, open_checkpoint(b) as second, ExitStack() as stack:
         comparison = plan_comparison(
-            a,
-            b,
-            select=request.select,
-            rename=renames or None,
-            reads=_READS[request.values],
-            ignore=frozenset(map(DifferenceKind, request.ignore)),
+            first,
+            second,
+            select=select,
+            rename=new_names or None,
+            reads={None: Reads.NEEDED, True: Reads.DIFFERENT, False: Reads.NONE}[values],
+            ignore=frozenset(map(DifferenceKind, ignore)),
         )
         progress = None
         if comparison.nbytes:
             progress = stack.enter_context(open_progress("comparing", comparison.nbytes)).advance
-        report = comparison.run(max_memory=max_memory, progress=progress)
-    if request.as_json:
+        report = comparison.run(max_memory=bound, progress=progress)
+    if as_json:
         _write_json(report)
     else:
-        page(_lines(report), is_wanted=request.pager)
+        page(_lines(report), is_wanted=pager)
     return ExitCode.OK if report.is_same else ExitCode.FAILED
 
 
@@ -121,6 +159,9 @@ def _write_json(report: DiffReport) -> None:
 
 
 def _fact_json(fact: Fact) -> Any:
+    from dtckpt.checkpoint.inspecting.difference import ContentDigest, PlainValue, StoredDtype, TensorFacts
+    from dtckpt.layout.layout import Layout
+
     match fact:
         case TensorFacts():
             return {"shape": fact.shape, "dtype": fact.dtype, "bytes": fact.nbytes}
@@ -150,6 +191,8 @@ def _elements_json(elements: ElementDifferences) -> dict[str, Any]:
 def _extreme_json(extreme: Extreme | None) -> dict[str, Any] | None:
     if extreme is None:
         return None
+    from dtckpt.format.plain_values import encode_value
+
     numbers = {"error": extreme.error, "a": extreme.a, "b": extreme.b}
     nodes = {key: encode_value(number, key) for key, number in numbers.items()}
     return {"index": extreme.index, **{key: node.get("value", node) for key, node in nodes.items()}}
@@ -159,6 +202,8 @@ def _extreme_json(extreme: Extreme | None) -> dict[str, Any] | None:
 
 
 def _lines(report: DiffReport) -> Iterator[str]:
+    from dtckpt.cli.name_groups import group_names
+
     if report.differences:
         yield f"A  {printable(str(report.a))}"
         yield f"B  {printable(str(report.b))}"
@@ -183,6 +228,9 @@ def _row(difference: Difference) -> tuple[str, str, str, str]:
 
 
 def _fact_text(fact: Fact) -> str:
+    from dtckpt.checkpoint.inspecting.difference import ContentDigest, PlainValue, TensorFacts
+    from dtckpt.layout.layout import Layout
+
     match fact:
         case None:
             return ""
@@ -224,15 +272,13 @@ def _number(number: complex | float | int) -> str:
 
 
 def _summary(report: DiffReport) -> Iterator[str]:
+    from dtckpt.checkpoint.inspecting.difference import DifferenceKind
+
     tensors, values = format_count(report.num_tensors, "tensor"), format_count(report.num_values, "value")
     read = f", {format_nbytes(report.nbytes)} read in {report.seconds:.1f} s" if report.nbytes else ""
     compared = f"{tensors} ({report.num_by_digest} by digest{read}) and {values} compared"
     counts = {kind: sum(each.kind is kind for each in report.differences) for kind in DifferenceKind}
     found = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count)
     yield f"{compared}: {found or 'all the same'}"
-    if counts[DifferenceKind.ELEMENTS] and any(_is_by_digest(each) for each in report.differences):
+    if any(each.kind is DifferenceKind.ELEMENTS and each.elements is None for each in report.differences):
         yield "digests tell that elements differ; --values reads them, and tells how many, and by how much"
-
-
-def _is_by_digest(difference: Difference) -> bool:
-    return difference.kind is DifferenceKind.ELEMENTS and difference.elements is None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from dtckpt.checkpoint.managing.garbage import Garbage, find_garbage, remove_step, right_to_remove, sum_nbytes
-from dtckpt.checkpoint.managing.retention import Retention
+import click
+
 from dtckpt.cli.ls import leftover_facts, leftover_row
+from dtckpt.cli.options import LOCATION, debug_option, json_option, quiet_option
 from dtckpt.cli.output import (
     format_age,
     format_count,
@@ -18,64 +19,104 @@ from dtckpt.cli.output import (
     write_table,
 )
 from dtckpt.errors import ConfigError, StorageError, capped, format_nbytes, printable
-from dtckpt.storage.location import location_of
+
+if TYPE_CHECKING:
+    from dtckpt.checkpoint.managing.garbage import Garbage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GcRequest:
-    """The arguments of the command, as `click` passes them; see `dtckpt.cli.commands`."""
+EPILOG = """\b
+Examples:
+  dtckpt gc run                             leftovers of saves that were killed
+  dtckpt gc run --keep 3 --keep-every 100   and which steps would go
+  dtckpt gc run --keep 3 --keep-every 100 --yes
+  dtckpt gc run --keep 1 --keep-best 2 --metric loss
 
-    root: str
-    keep: int | None
-    keep_every: int | None
-    keep_newer_s: float | None
-    keep_every_s: float | None
-    keep_best: int | None
-    metric: str
-    mode: str
-    min_age_s: float
-    is_confirmed: bool
-    take_over: bool
-    as_json: bool
+"""
 
 
-def run_gc(request: GcRequest) -> None:
-    """Run the command.
+@click.command("gc", epilog=EPILOG)
+@click.argument("root", type=LOCATION)
+@click.option("--keep", type=click.IntRange(min=1), metavar="N", help="Keep the N newest steps.")
+@click.option("--keep-every", type=click.IntRange(min=1), metavar="N", help="Keep steps that are multiples of N.")
+@click.option("--keep-newer-s", type=click.FloatRange(min=1), metavar="S", help="Keep steps younger than S s.")
+@click.option("--keep-every-s", type=click.FloatRange(min=1), metavar="S", help="Keep the first step of each S s.")
+@click.option("--keep-best", type=click.IntRange(min=1), metavar="N", help="Keep the N steps with the best metric.")
+@click.option("--metric", metavar="NAME", default="loss", show_default=True, help="Which metric.")
+@click.option(
+    "--mode", type=click.Choice(("min", "max")), default="min", show_default=True, help="Which metric is the best."
+)
+@click.option(
+    "--min-age",
+    "min_age_s",
+    type=click.FloatRange(min=0),
+    default=3600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long nothing changed in a leftover, at least.",
+)
+@click.option("--yes", "is_confirmed", is_flag=True, help="Remove; without it, only show.")
+@click.option(
+    "--take-over",
+    is_flag=True,
+    help="On an object store: remove although a manager is registered; if it lives, its next save is refused.",
+)
+@json_option("Print one JSON line per leftover and step, then one with the totals.")
+@quiet_option
+@debug_option
+def command(
+    *,
+    root: str,
+    keep: int | None,
+    keep_every: int | None,
+    keep_newer_s: float | None,
+    keep_every_s: float | None,
+    keep_best: int | None,
+    metric: str,
+    mode: str,
+    min_age_s: float,
+    is_confirmed: bool,
+    take_over: bool,
+    as_json: bool,
+) -> None:
+    """Show, and with --yes remove, leftovers and old steps below ROOT: those that no --keep rule keeps.
 
-    Raises:
-        CheckpointNotFoundError: There is no such root.
-        CheckpointConflictError: A manager saves there.
-        ConfigError: No step has the metric.
-        StorageError: A leftover cannot be removed.
+    The rules are those of a CheckpointManager. Without any, all steps stay. The newest valid step, damaged steps, and
+    files that a process writes or restores, always stay.
     """
+    from dataclasses import replace
+
+    from dtckpt.checkpoint.managing.garbage import find_garbage, right_to_remove
+    from dtckpt.checkpoint.managing.retention import Retention
+    from dtckpt.storage.location import location_of
+
     now = time.time()
-    where = location_of(request.root)
-    keep = Retention(
-        last=request.keep,
-        every_steps=request.keep_every,
-        newer_than_s=request.keep_newer_s,
-        every_s=request.keep_every_s,
-        best=request.keep_best,
-        metric=request.metric,
-        mode=request.mode,
+    where = location_of(root)
+    rules = Retention(
+        last=keep,
+        every_steps=keep_every,
+        newer_than_s=keep_newer_s,
+        every_s=keep_every_s,
+        best=keep_best,
+        metric=metric,
+        mode=mode,
     )
 
     def find() -> Garbage:
-        return find_garbage(where, keep, min_age_s=request.min_age_s, now=now)
+        return find_garbage(where, rules, min_age_s=min_age_s, now=now)
 
     garbage = find()
-    if request.keep_best:
-        _validate_metric(garbage, request.metric)
-    if not request.is_confirmed:
-        _report(garbage, now, request, kept=frozenset())
+    if keep_best:
+        _validate_metric(garbage, metric)
+    if not is_confirmed:
+        _report(garbage, now, kept=frozenset(), is_confirmed=False, as_json=as_json)
         return
-    with right_to_remove(garbage.found, take_over=request.take_over):
+    with right_to_remove(garbage.found, take_over=take_over):
         garbage = find()  # now that nobody else changes it
-        kept = _remove(garbage, min_age_s=request.min_age_s, now=now)
-        left = garbage.found.root.leftovers(min_age_s=request.min_age_s, now=now)
+        kept = _remove(garbage, min_age_s=min_age_s, now=now)
+        left = garbage.found.root.leftovers(min_age_s=min_age_s, now=now)
     stay = {each.name: each.where.name for each in left if each.is_dead}
     removed = replace(garbage, leftovers=tuple(each for each in garbage.leftovers if each.name not in stay))
-    _report(removed, now, request, kept=kept)
+    _report(removed, now, kept=kept, is_confirmed=True, as_json=as_json)
     if stay:
         names = capped(sorted(stay.values()))
         raise StorageError(f"cannot remove all leftovers below {where}: {names} stay; check their permissions")
@@ -91,6 +132,8 @@ def _validate_metric(garbage: Garbage, metric: str) -> None:
 
 def _remove(garbage: Garbage, *, min_age_s: float, now: float) -> frozenset[int]:
     """Remove the garbage; return the steps that stay because they are being restored."""
+    from dtckpt.checkpoint.managing.garbage import remove_step
+
     kept = set()
     with open_progress("removing", garbage.nbytes) as progress:
         for each in garbage.steps:
@@ -101,10 +144,12 @@ def _remove(garbage: Garbage, *, min_age_s: float, now: float) -> frozenset[int]
     return frozenset(kept)
 
 
-def _report(garbage: Garbage, now: float, request: GcRequest, *, kept: frozenset[int]) -> None:
+def _report(garbage: Garbage, now: float, *, kept: frozenset[int], is_confirmed: bool, as_json: bool) -> None:
+    from dtckpt.checkpoint.managing.garbage import sum_nbytes
+
     gone = [each for each in garbage.steps if each.step not in kept]
     nbytes = sum_nbytes(gone) + sum_nbytes(garbage.leftovers)
-    if request.as_json:
+    if as_json:
         for leftover in garbage.leftovers:
             write_event("leftover", **leftover_facts(leftover, now))
         for each in garbage.steps:
@@ -119,7 +164,7 @@ def _report(garbage: Garbage, now: float, request: GcRequest, *, kept: frozenset
         write_event(
             "gc",
             root=str(garbage.found.root.where),
-            dry_run=not request.is_confirmed,
+            dry_run=not is_confirmed,
             leftovers=len(garbage.leftovers),
             steps=len(gone),
             bytes=nbytes,
@@ -145,7 +190,7 @@ def _report(garbage: Garbage, now: float, request: GcRequest, *, kept: frozenset
     what = f"{format_count(len(garbage.leftovers), 'leftover')} and {format_count(len(gone), 'step')}"
     total = f"{what}, {format_nbytes(nbytes)}"
     root = printable(str(garbage.found.root.where))
-    if request.is_confirmed:
+    if is_confirmed:
         write_summary(f"removed from {root}: {total}")
     else:
         write_summary(f"would remove from {root}: {total}; this was a dry run, --yes removes them")

@@ -3,57 +3,80 @@
 from __future__ import annotations
 
 import fnmatch
-import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
-from dtckpt.checkpoint.reading.manifest_files import KIND
-from dtckpt.checkpoint.reading.similar_names import did_you_mean
-from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.cli.name_groups import NameGroup, group_names
-from dtckpt.cli.name_tree import TreeLeaf, tree_rows
+import click
+
+from dtckpt.cli.options import LOCATION, debug_option, json_option, pager_option
 from dtckpt.cli.output import format_count, format_layout, format_shape, format_value, table_lines, write_event
 from dtckpt.cli.pager import page
-from dtckpt.errors import TensorNotFoundError, capped, format_nbytes, printable
+from dtckpt.errors import TensorNotFoundError, capped, did_you_mean, format_nbytes, printable
 from dtckpt.format.codecs import NO_CODEC
-from dtckpt.format.manifest import Costs
-from dtckpt.format.natural_order import natural_key
-from dtckpt.format.plain_values import Node
-from dtckpt.format.tree import value_nodes
-from dtckpt.layout.mesh import Mesh
-from dtckpt.layout.region import Region
+from dtckpt.format.names import natural_key
+
+if TYPE_CHECKING:
+    from dtckpt.checkpoint.open import Checkpoint
+    from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+    from dtckpt.cli.name_groups import NameGroup
+    from dtckpt.format.manifest import Costs, Manifest
+    from dtckpt.format.plain_values import Node
+    from dtckpt.layout.mesh import Mesh
+    from dtckpt.layout.region import Region
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InspectRequest:
-    """The arguments of the command, as `click` passes them; see `dtckpt.cli.commands`."""
+EPILOG = """\b
+Examples:
+  dtckpt inspect step_100
+  dtckpt inspect step_100 --tree --sort size           the largest subtrees first
+  dtckpt inspect step_100 --tensor 'model/*' --chunks  which file has which part
+  dtckpt inspect s3://bucket/step_100 --json
 
-    path: str
-    patterns: Sequence[str]
-    tree: bool
-    sort: str
-    each: bool
-    with_chunks: bool
-    pager: bool
-    as_json: bool
+"""
 
 
-def run_inspect(request: InspectRequest) -> None:
-    """Run the command.
+@click.command("inspect", epilog=EPILOG)
+@click.argument("path", type=LOCATION)
+@click.option("--tensor", "patterns", multiple=True, metavar="GLOB", help="Only tensors with such names.")
+@click.option("--tree", is_flag=True, help="Show names as a tree, with the size of every subtree.")
+@click.option(
+    "--sort",
+    type=click.Choice(("name", "size")),
+    default="name",
+    show_default=True,
+    help="Order of the tensors: layers.2 before layers.10, or the largest first.",
+)
+@click.option("--each", is_flag=True, help="A line for each tensor, also for those that are alike but for numbers.")
+@click.option("--chunks", "with_chunks", is_flag=True, help="List every chunk: region, key, digest, client.")
+@pager_option
+@json_option("Print one line of JSON.")
+@debug_option
+def command(
+    *,
+    path: str,
+    patterns: Sequence[str],
+    tree: bool,
+    sort: str,
+    each: bool,
+    with_chunks: bool,
+    pager: bool,
+    as_json: bool,
+) -> None:
+    """Show the tensors and values of checkpoint PATH.
 
-    Raises:
-        TensorNotFoundError: No tensor matches one of the patterns.
-        CheckpointError: As for `dtckpt.open_checkpoint`.
+    Tensors that are alike but for numbers in their names share a line: layers.{0..31}.norm stands for 32 of them, and
+    chunks and bytes are those of all of them.
     """
-    with open_checkpoint(request.path) as checkpoint:
-        tensors = select(checkpoint, request.patterns)
+    from dtckpt.checkpoint.open import open_checkpoint
+
+    with open_checkpoint(path) as checkpoint:
+        tensors = select(checkpoint, patterns)
         meshes = list(dict.fromkeys(info.layout.mesh for info in tensors if info.layout is not None))
-        if request.as_json:
-            write_event("checkpoint", **to_json(checkpoint, tensors, meshes, with_chunks=request.with_chunks))
+        if as_json:
+            write_event("checkpoint", **to_json(checkpoint, tensors, meshes, with_chunks=with_chunks))
         else:
-            page(_lines(checkpoint, tensors, meshes, request), is_wanted=request.pager)
+            lines = _lines(checkpoint, tensors, meshes, is_tree=tree, sort=sort, each=each, with_chunks=with_chunks)
+            page(lines, is_wanted=pager)
 
 
 def select(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[TensorInfo]:
@@ -108,9 +131,9 @@ def to_json(
 
 def _save_json(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what the manifest says of the save; nothing for a checkpoint of another library."""
-    if checkpoint.format != KIND:
+    manifest = _manifest(checkpoint)
+    if manifest is None:
         return {}
-    manifest = checkpoint.manifest
     return {
         "format_version": manifest.format_version,
         "job": manifest.job,
@@ -121,7 +144,15 @@ def _save_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _costs(checkpoint: Checkpoint) -> Costs:
-    return checkpoint.manifest.costs if checkpoint.format == KIND else {}
+    manifest = _manifest(checkpoint)
+    return {} if manifest is None else manifest.costs
+
+
+def _manifest(checkpoint: Checkpoint) -> Manifest | None:
+    """Return the manifest; None for a checkpoint of another library."""
+    from dtckpt.checkpoint.reading.manifest_files import KIND
+
+    return checkpoint.manifest if checkpoint.format == KIND else None
 
 
 def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool) -> dict[str, Any]:
@@ -156,6 +187,8 @@ def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool)
 
 def _value_nodes(checkpoint: Checkpoint) -> Iterator[tuple[str, Node]]:
     """Yield path and node of every plain value; values that JSON lacks are nodes in it, too."""
+    from dtckpt.format.tree import value_nodes
+
     return value_nodes(checkpoint.structure)
 
 
@@ -168,21 +201,27 @@ def _digest_text(digest: int) -> str:
 
 
 def _lines(
-    checkpoint: Checkpoint, tensors: Sequence[TensorInfo], meshes: Sequence[Mesh], request: InspectRequest
+    checkpoint: Checkpoint,
+    tensors: Sequence[TensorInfo],
+    meshes: Sequence[Mesh],
+    *,
+    is_tree: bool,
+    sort: str,
+    each: bool,
+    with_chunks: bool,
 ) -> Iterator[str]:
     for key, fact in _facts(checkpoint, tensors, meshes):
         yield f"{key:<12}{printable(fact)}"
     tables: list[tuple[Sequence[str], Sequence[Sequence[str]]]] = []
-    groups = _groups(tensors, meshes, request)
-    if request.tree:
-        rows = tree_rows([_tree_leaf(group) for group in groups], by_size=request.sort == "size")
-        tables.append((("TENSOR", "TENSORS", "SIZE", "SHAPE", "DTYPE"), rows))
+    groups = _groups(tensors, meshes, sort=sort, each=each)
+    if is_tree:
+        tables.append((("TENSOR", "TENSORS", "SIZE", "SHAPE", "DTYPE"), _tree_rows(groups, by_size=sort == "size")))
     else:
         cells = [_group_row(group, meshes) for group in groups]
         tables.append((("TENSOR", "SHAPE", "DTYPE", "LAYOUT", "CHUNKS", "SIZE", "READ UNIT", "CONTENT"), cells))
-    if request.with_chunks:
-        each = sorted(tensors, key=lambda info: natural_key(info.name))
-        tables.append((("TENSOR", "REGION", "KEY", "DIGEST", "CLIENT"), list(_chunk_rows(each))))
+    if with_chunks:
+        in_order = sorted(tensors, key=lambda info: natural_key(info.name))
+        tables.append((("TENSOR", "REGION", "KEY", "DIGEST", "CLIENT"), list(_chunk_rows(in_order))))
     values = sorted(_value_nodes(checkpoint), key=lambda item: natural_key(item[0]))
     tables.append((("VALUE", ""), [(path, format_value(node)) for path, node in values]))
     tables.append((("NOT READ", ""), list(_unread_rows(checkpoint))))
@@ -211,16 +250,18 @@ def _facts(checkpoint: Checkpoint, tensors: Sequence[TensorInfo], meshes: Sequen
 
 
 def _groups(
-    tensors: Sequence[TensorInfo], meshes: Sequence[Mesh], request: InspectRequest
+    tensors: Sequence[TensorInfo], meshes: Sequence[Mesh], *, sort: str, each: bool
 ) -> list[NameGroup[TensorInfo]]:
     """Return tensors in groups of those that are alike, in the order that the user wants."""
-    if request.each:
+    from dtckpt.cli.name_groups import NameGroup, group_names
+
+    if each:
         groups = [NameGroup(info.name, [info]) for info in sorted(tensors, key=lambda info: natural_key(info.name))]
     else:
         groups = group_names(
             tensors, lambda info: info.name, lambda info: (_alike_cells(info, meshes), info.num_chunks, info.nbytes)
         )
-    if request.sort == "size":
+    if sort == "size":
         groups.sort(key=_group_nbytes, reverse=True)
     return groups
 
@@ -229,9 +270,15 @@ def _group_nbytes(group: NameGroup[TensorInfo]) -> int:
     return sum(info.nbytes for info in group.items)
 
 
-def _tree_leaf(group: NameGroup[TensorInfo]) -> TreeLeaf:
-    first = group.items[0]
-    return TreeLeaf(group.name, len(group.items), _group_nbytes(group), (format_shape(first.shape), _dtype_text(first)))
+def _tree_rows(groups: Sequence[NameGroup[TensorInfo]], *, by_size: bool) -> list[tuple[str, ...]]:
+    from dtckpt.cli.name_tree import TreeLeaf, tree_rows
+
+    cells = [(format_shape(group.items[0].shape), _dtype_text(group.items[0])) for group in groups]
+    leaves = [
+        TreeLeaf(group.name, len(group.items), _group_nbytes(group), own)
+        for group, own in zip(groups, cells, strict=True)
+    ]
+    return tree_rows(leaves, by_size=by_size)
 
 
 def _group_row(group: NameGroup[TensorInfo], meshes: Sequence[Mesh]) -> tuple[str, ...]:
@@ -268,13 +315,15 @@ def _unread_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
 
 def _phase_rows(costs: Costs) -> Iterator[tuple[str, ...]]:
     """Yield a row per phase of the save: median and longest time of the clients, the slowest client, bytes of all."""
+    from statistics import median  # here, because it is slow to import
+
     for phase in dict.fromkeys(name for own in costs.values() for name in own):
         by_client = {client: own[phase] for client, own in costs.items() if phase in own}
         seconds = {client: cost.seconds for client, cost in by_client.items()}
         slowest = max(seconds, key=lambda client: seconds[client])
         yield (
             phase,
-            f"{statistics.median(seconds.values()):.3f} s",
+            f"{median(seconds.values()):.3f} s",
             f"{seconds[slowest]:.3f} s",
             str(slowest),
             format_nbytes(sum(cost.nbytes for cost in by_client.values())),

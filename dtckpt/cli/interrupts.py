@@ -35,10 +35,10 @@ class Interrupts:
     Args:
         end: Ends the process with an exit code, if a signal comes while ``beginners`` import. None: the process is the
             caller's, and goes on after the context, with its former handlers.
-        beginners: The modules whose imports are the first that a command does.
+        beginners: How the names of the modules begin whose imports come before a command's work.
     """
 
-    def __init__(self, end: Callable[[int], object] | None, beginners: frozenset[str]) -> None:
+    def __init__(self, end: Callable[[int], object] | None, beginners: tuple[str, ...]) -> None:
         self.code = 0
         """Exit code by the signal that came; 0: none has come."""
         self._end = end
@@ -81,7 +81,7 @@ class Interrupts:
         if self._is_over:
             return
         importer = _first_importer(frame)
-        if importer in self._beginners and self._end is not None:
+        if importer.startswith(self._beginners) and self._end is not None:
             self._end(self.code)
         elif importer:
             signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
@@ -99,7 +99,8 @@ def _first_importer(frame: FrameType | None) -> str:
     """Return the module whose import statement began the imports that are under way; empty if there are none."""
     importer, is_machinery = "", False
     while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        is_import_module = is_machinery and frame.f_globals.get("__name__") == "importlib"
+        if is_import_module or frame.f_code.co_filename.startswith("<frozen importlib"):
             is_machinery = True
         elif is_machinery:
             importer, is_machinery = frame.f_globals.get("__name__", "?"), False

@@ -4,47 +4,69 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dtckpt.checkpoint.managing.leftovers import Leftover
-from dtckpt.checkpoint.managing.survey import Survey, SurveyedCheckpoint, survey
+import click
+
+from dtckpt.cli.options import LOCATION, debug_option, json_option, pager_option
 from dtckpt.cli.output import finite_json, format_age, format_count, table_lines, write_event
 from dtckpt.cli.pager import page
 from dtckpt.errors import format_nbytes, printable
-from dtckpt.format.natural_order import natural_key
-from dtckpt.storage.location import location_of
+from dtckpt.format.names import natural_key
+
+if TYPE_CHECKING:
+    from dtckpt.checkpoint.managing.leftovers import Leftover
+    from dtckpt.checkpoint.managing.survey import Survey, SurveyedCheckpoint
 
 LEFTOVER_AGE_S = 3600.0
 """As `CheckpointManager` has by default."""
 MAX_METRICS = 4
 """Metrics of a checkpoint that a line shows."""
 
+EPILOG = """\b
+States:
+  whole      a finished checkpoint whose metadata can be read; dtckpt verify reads its elements, too
+  damaged    a finished checkpoint that cannot be opened; --json says why
+  unfinished files of a save that is under way, or that was killed less than an hour ago
+  leftover   of a save that did not end, or of a checkpoint that was removed; dtckpt gc removes it
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LsRequest:
-    """The arguments of the command, as `click` passes them; see `dtckpt.cli.commands`."""
+\b
+Examples:
+  dtckpt ls run
+  dtckpt ls run --sort size
+  dtckpt ls s3://bucket/run --json
 
-    root: str
-    sort: str
-    pager: bool
-    as_json: bool
+"""
 
 
-def run_ls(request: LsRequest) -> None:
-    """Run the command.
+@click.command("ls", epilog=EPILOG)
+@click.argument("root", type=LOCATION)
+@click.option(
+    "--sort",
+    type=click.Choice(("name", "size", "age")),
+    default="name",
+    show_default=True,
+    help="Order: step 2 before step 10; or the largest, or the newest first.",
+)
+@pager_option
+@json_option("Print one JSON line per checkpoint, then one with the totals.")
+@debug_option
+def command(*, root: str, sort: str, pager: bool, as_json: bool) -> None:
+    """List the checkpoints below ROOT: steps, sizes, ages, states and metrics; * marks the newest valid one.
 
-    Raises:
-        CheckpointNotFoundError: There is no such root.
-        StorageError: It cannot be read.
+    ROOT is the directory or URL of a CheckpointManager, or any folder of checkpoints. On an object store, those are
+    listed that dtckpt saved there. A step is rolled back if the run went back to an older one and saved again.
     """
+    from dtckpt.checkpoint.managing.survey import survey
+    from dtckpt.storage.location import location_of
+
     now = time.time()
-    found = survey(location_of(request.root), min_age_s=LEFTOVER_AGE_S, now=now)
-    checkpoints = sorted(found.checkpoints, key=lambda each: _order(each, request.sort))
-    if request.as_json:
+    found = survey(location_of(root), min_age_s=LEFTOVER_AGE_S, now=now)
+    checkpoints = sorted(found.checkpoints, key=lambda each: _order(each, sort))
+    if as_json:
         _write_json(found, checkpoints, now)
     else:
-        page(_lines(found, checkpoints, now), is_wanted=request.pager)
+        page(_lines(found, checkpoints, now), is_wanted=pager)
 
 
 def _order(each: SurveyedCheckpoint, sort: str) -> tuple[Any, ...]:

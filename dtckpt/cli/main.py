@@ -16,8 +16,8 @@ INTERRUPTED = tuple(128 + number for number in SIGNALS)
 """Exit codes of a command that was interrupted or terminated."""
 WRITERS = ("reshard", "convert")
 """The commands that write a checkpoint."""
-BEGINNERS = frozenset({__name__, "dtckpt.cli.commands"})
-"""The modules that import a command's implementation before it begins."""
+BEGINNERS = ("__main__", "dtckpt.cli.")
+"""How the names of modules begin that import what a command needs. A command that writes does this before its work."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -48,14 +48,14 @@ def _run(arguments: Sequence[str], interrupts: Interrupts) -> int:
     with interrupts:
         try:
             # Imported here, where signals are handled already.
-            from dtckpt.cli import run_command
+            from dtckpt.cli import commands
 
             try:
-                code = run_command.run(arguments)
+                code = commands.run(arguments)
             except BaseException as error:
                 if interrupts.code:  # whatever became of the interrupt on its way
                     raise Interrupt(interrupts.code) from error
-                code = run_command.report(error, arguments)
+                code = commands.report(error, arguments)
             interrupts.stop()
         except Interrupt:
             code = interrupts.code

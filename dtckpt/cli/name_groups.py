@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dtckpt.format.natural_order import natural_key
+from dtckpt.format.names import natural_key
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from dtckpt.errors import format_nbytes
-from dtckpt.format.natural_order import natural_key
+from dtckpt.format.names import natural_key
 
 _SEPARATOR = re.compile(r"(?<=[/.])(?![^{]*\})")
 """Behind a ``/`` or ``.`` that is not between braces."""

@@ -1,23 +1,39 @@
-"""Options that several commands share."""
+"""Options that several commands share, and what their texts stand for, without NumPy and PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from dtckpt.errors import ConfigError, DtckptError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 KVSTORES = ("ocdbt", "zarr")
 """A copy of the names in `dtckpt.format.manifest`, which is slow to import."""
-CODECS = ("none", "zstd", "blosc")
-"""A copy of the names in `dtckpt.format.codecs`, which is slow to import."""
 TARGETS = ("dtckpt", "zarr", "safetensors", "dcp", "torch")
 """A copy of the names in `dtckpt.checkpoint.converting.targets`, which is slow to import."""
 LOCATION = click.Path()
 """A path or URL; a shell completes paths."""
+MAX_NAMES = 1000
+"""How many names a shell is offered."""
+# Parameters of `mallopt`, from <malloc.h>.
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{infix}b": base**power
+    for power, letter in enumerate("kmgtp", start=1)
+    for infix, base in (("i", 1024), ("", 1000))
+}
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([a-z]*)", re.IGNORECASE | re.ASCII)
 
 
 def debug_option(command: _Command) -> _Command:
@@ -55,6 +71,50 @@ def pager_option(command: _Command) -> _Command:
 def memory_option(default: str, text: str = "Bound on tensor data in memory: 512MiB, 2GB.") -> Callable[..., Any]:
     """Return a decorator that adds ``--max-memory``."""
     return click.option("--max-memory", metavar="SIZE", default=default, show_default=True, help=text)
+
+
+def return_freed_memory() -> None:
+    """Make glibc return the memory of freed chunks to the system at once.
+
+    By default it keeps up to twice ``--max-memory`` for later, in the heaps of several threads.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        mallopt(_M_ARENA_MAX, 1)
+
+
+def parse_size(text: str) -> int:
+    """Parse a size such as ``512KiB``, ``1.5GiB``, ``2GB`` or ``4096``; return it in bytes.
+
+    Raises:
+        ConfigError: The text is no size of at least one byte.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    unit = _UNITS.get(match[2].lower()) if match else None
+    nbytes = (
+        0 if match is None or unit is None else int(float(match[1]) * unit if "." in match[1] else int(match[1]) * unit)
+    )
+    if nbytes < 1:
+        raise ConfigError(
+            f"size cannot be used; got {text!r}, expected bytes or a number with KiB, MiB, GiB, KB, MB, GB"
+        )
+    return nbytes
+
+
+def parse_pairs(texts: Sequence[str], option: str, form: str) -> dict[str, str]:
+    """Parse ``LEFT=RIGHT`` texts; names may hold ``=``, and the last one parts the two.
+
+    Raises:
+        ConfigError: A text is malformed, or two of them begin alike.
+    """
+    pairs: dict[str, str] = {}
+    for text in texts:
+        left, _, right = text.rpartition("=")
+        if not left or not right or left in pairs:
+            raise ConfigError(f"--{option} {text!r} cannot be used; expected {form}, and each name once")
+        pairs[left] = right
+    return pairs
 
 
 def source_and_target(command: _Command) -> _Command:
@@ -102,3 +162,15 @@ Layouts:
   as the mesh has those axes. A layout file has one PATTERN=SPEC per line; # starts a comment.
 
 """
+
+
+def complete_tensors(context: click.Context, _: click.Parameter, incomplete: str) -> list[str | CompletionItem]:
+    """Return names of tensors of the checkpoint before on the line; none if it cannot be opened."""
+    from dtckpt.checkpoint.open import open_checkpoint
+
+    try:
+        with open_checkpoint(str(context.params["path"])) as checkpoint:
+            names = [name for name in checkpoint.tensors if name.startswith(incomplete)]
+    except (DtckptError, OSError, KeyError):
+        return []  # an error would be printed into the line
+    return list(names[:MAX_NAMES])

@@ -18,6 +18,7 @@ from dtckpt.cli.options import QUIET
 from dtckpt.errors import printable
 
 if TYPE_CHECKING:
+    from dtckpt.checkpoint.converting.report import SourceAccount
     from dtckpt.format.plain_values import Node
     from dtckpt.layout.layout import Layout
 
@@ -47,7 +48,7 @@ def write_summary(text: str) -> None:
         write_line(text)
 
 
-class Progress(Protocol):
+class ProgressDisplay(Protocol):
     """Progress of some work."""
 
     def advance(self, name: str, nbytes: int) -> None:
@@ -56,13 +57,13 @@ class Progress(Protocol):
 
 
 class _Silence:
-    """Progress that nobody wants to see."""
+    """ProgressDisplay that nobody wants to see."""
 
     def advance(self, name: str, nbytes: int) -> None:
         pass
 
 
-def open_progress(title: str, nbytes: int) -> AbstractContextManager[Progress]:
+def open_progress(title: str, nbytes: int) -> AbstractContextManager[ProgressDisplay]:
     """Return `progress_bar.open_progress`, or silent progress with ``--quiet``."""
     return nullcontext(_Silence()) if is_quiet() else progress_bar.open_progress(title, nbytes)
 
@@ -128,3 +129,27 @@ def write_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; see `table_lines`."""
     for line in table_lines(header, rows):
         write_line(line)
+
+
+def write_left(account: SourceAccount) -> None:
+    """Print a line for each file and note that is left, and for each key that the caller did not leave out himself."""
+    from dtckpt.checkpoint.converting.report import NOT_SELECTED  # here for the same reason
+
+    for name in account.left_files:
+        write_line(printable(f"left behind: {name}: dtckpt does not read it"))
+    for path, reason in account.left_keys.items():
+        if reason != NOT_SELECTED:
+            write_line(printable(f"left behind: {path}: {reason}"))
+    if unselected := sum(reason == NOT_SELECTED for reason in account.left_keys.values()):
+        write_line(f"left behind: {format_count(unselected, 'key')} that --select does not match")
+
+
+def account_facts(account: SourceAccount) -> dict[str, Any]:
+    """Return the facts as an event has them."""
+    return {
+        "files_taken": account.files,
+        "files_left": account.left_files,
+        "keys_taken": len(account.keys),
+        "keys_renamed": account.renamed,
+        "keys_left": account.left_keys,
+    }

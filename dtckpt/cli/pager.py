@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,6 +25,8 @@ def page(lines: Iterable[str], *, is_wanted: bool = True) -> None:
         for line in lines:
             write_line(line)
         return
+    import subprocess  # here, because ``--help`` does without it
+
     environment = {"LESS": LESS, **os.environ}
     with (
         suppress(BrokenPipeError),  # the user has seen enough

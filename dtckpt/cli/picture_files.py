@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dtckpt.errors import ConfigError, StorageError
-from dtckpt.layout.svg import TEXT_CLASSES, escape
+from dtckpt.pictures.svg import TEXT_CLASSES, escape
 
 SUFFIXES = (".svg", ".html", ".png")
 _DOTS_PER_PIXEL = 2

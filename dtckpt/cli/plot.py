@@ -3,81 +3,105 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
+import click
 
-from dtckpt.checkpoint.inspecting.traffic import traffic
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
-from dtckpt.checkpoint.reading.manifest_files import KIND
-from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.timeline import timeline_picture
-from dtckpt.cli.arguments import LayoutRules, parse_mesh, read_rules
-from dtckpt.cli.output import format_count, write_event, write_summary
-from dtckpt.cli.picture_files import svg_size, validate_output, write_picture
-from dtckpt.cli.pictures import traffic_picture
-from dtckpt.errors import (
-    CheckpointError,
-    ConfigError,
-    LayoutError,
-    format_nbytes,
-    printable,
+from dtckpt.cli.options import (
+    LAYOUT_HELP,
+    LOCATION,
+    complete_tensors,
+    debug_option,
+    json_option,
+    mesh_options,
+    quiet_option,
 )
-from dtckpt.layout.layout import Layout
-from dtckpt.layout.sharding_drawing import Subject, sharding_grid, subject_svg
-from dtckpt.layout.svg import Picture
+from dtckpt.cli.output import format_count, write_event, write_summary
+from dtckpt.errors import CheckpointError, ConfigError, LayoutError, format_nbytes, printable
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from dtckpt.checkpoint.open import Checkpoint
+    from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+    from dtckpt.cli.arguments import LayoutRules
+    from dtckpt.layout.layout import Layout
 
 _GAP = 24
 
+EPILOG = f"""{LAYOUT_HELP}\b
+Kinds:
+  regions    which device holds which region of TENSOR; with --mesh, before a reshard beside after it
+  traffic    bytes that go from device to device in a reshard to --mesh: of TENSOR, or of all tensors
+  timeline   phases of the save, a lane per client
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlotRequest:
-    """The arguments of the command, as `click` passes them; see `dtckpt.cli.commands`."""
+\b
+Examples:
+  dtckpt plot step_100 model/w -o regions.svg
+  dtckpt plot step_100 model/w --mesh x=4 --layout 'model/*=unsharded,x' -o before_and_after.html
+  dtckpt plot step_100 --mesh x=4 -o traffic.svg
+  dtckpt plot step_100 -o timeline.svg
 
-    path: str
-    tensor: str | None
-    output: Path
-    kind: str | None
-    mesh: str | None
-    layouts: Sequence[str]
-    layout_file: Path | None
-    as_json: bool
+"""
 
 
-def run_plot(request: PlotRequest) -> None:
-    """Run the command.
+@click.command("plot", epilog=EPILOG)
+@click.argument("path", type=LOCATION)
+@click.argument("tensor", required=False, shell_complete=complete_tensors)
+@click.option(
+    "--output", "-o", required=True, type=click.Path(path_type=Path), help="File to write: .svg, .html or .png."
+)
+@click.option(
+    "--kind",
+    type=click.Choice(("regions", "traffic", "timeline")),
+    help="The picture to draw [default: regions of a TENSOR; else traffic, if --mesh is given; else timeline].",
+)
+@mesh_options(is_required=False)
+@json_option("Print one line of JSON with the numbers that are drawn.")
+@quiet_option
+@debug_option
+def command(
+    *,
+    path: str,
+    tensor: str | None,
+    output: Path,
+    kind: str | None,
+    mesh: str | None,
+    layouts: Sequence[str],
+    layout_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Draw checkpoint PATH: regions of a tensor, traffic of a reshard, or the timeline of the save.
 
-    Raises:
-        ConfigError: Options do not fit together, or the output cannot have this format.
-        TensorNotFoundError: There is no such tensor.
-        LayoutError: A layout does not fit, or a tensor has none.
-        CheckpointError: The checkpoint stores no timings; or as for `dtckpt.open_checkpoint`.
+    PNG needs matplotlib: pip install 'dtckpt[plot]'.
     """
-    validate_output(request.output)
-    kind = request.kind or ("regions" if request.tensor else "traffic" if request.mesh else "timeline")
-    if request.mesh is None and (request.layouts or request.layout_file):
+    from dtckpt.checkpoint.open import open_checkpoint
+    from dtckpt.cli.arguments import parse_mesh, parse_rules
+    from dtckpt.cli.picture_files import validate_output, write_picture
+
+    def rules() -> LayoutRules | None:
+        return None if mesh is None else parse_rules(layouts, layout_file, parse_mesh(mesh))
+
+    validate_output(output)
+    kind = kind or ("regions" if tensor else "traffic" if mesh else "timeline")
+    if mesh is None and (layouts or layout_file):
         raise ConfigError("--layout and --layout-file need the mesh that they are for; give --mesh")
-    draw = {"regions": _regions, "traffic": _traffic, "timeline": _timeline}[kind]
-    with open_checkpoint(request.path) as checkpoint:
-        svg, facts = draw(checkpoint, request)
+    with open_checkpoint(path) as checkpoint:
+        if kind == "regions":
+            svg, facts = _regions(checkpoint, tensor, rules)
+        elif kind == "traffic":
+            svg, facts = _traffic(checkpoint, tensor, mesh, rules())
+        else:
+            svg, facts = _timeline(checkpoint)
         title = f"{kind} of {checkpoint.path}"
-    write_picture(svg, title, request.output)
-    if request.as_json:
-        write_event("plot", kind=kind, path=str(checkpoint.path), output=str(request.output), **facts)
+    write_picture(svg, title, output)
+    if as_json:
+        write_event("plot", kind=kind, path=str(checkpoint.path), output=str(output), **facts)
     else:
-        write_summary(printable(f"wrote the {kind} of {checkpoint.path} to {request.output}"))
-
-
-def _rules(request: PlotRequest) -> LayoutRules | None:
-    """Return the rules for the layouts after the reshard; None without a mesh."""
-    if request.mesh is None:
-        return None
-    from_file = read_rules(request.layout_file) if request.layout_file else ()
-    return LayoutRules([*request.layouts, *from_file], parse_mesh(request.mesh))
+        write_summary(printable(f"wrote the {kind} of {checkpoint.path} to {output}"))
 
 
 def _layout(info: TensorInfo) -> Layout:
@@ -86,14 +110,20 @@ def _layout(info: TensorInfo) -> Layout:
     return info.layout
 
 
-def _regions(checkpoint: Checkpoint, request: PlotRequest) -> tuple[str, dict[str, Any]]:
-    if request.tensor is None:
+def _regions(
+    checkpoint: Checkpoint, tensor: str | None, rules: Callable[[], LayoutRules | None]
+) -> tuple[str, dict[str, Any]]:
+    if tensor is None:
         raise ConfigError("the regions of which tensor? name one behind the path; dtckpt inspect lists them")
-    info, rules = checkpoint.info(request.tensor), _rules(request)
+    from dtckpt.cli.picture_files import svg_size
+    from dtckpt.pictures.sharding import Subject, sharding_grid, subject_svg
+    from dtckpt.pictures.svg import Picture
+
+    info, new = checkpoint.info(tensor), rules()
     layouts = {"as saved": _layout(info)}
-    if rules is not None:
-        layouts["after the reshard"] = rules(info.name, info)
-        rules.validate_all_used()
+    if new is not None:
+        layouts["after the reshard"] = new(info.name, info)
+        new.validate_all_used()
     drawn = [subject_svg(Subject(layout, info.shape), f"{info.name} {when}") for when, layout in layouts.items()]
     facts = {
         when.replace(" ", "_"): [
@@ -112,14 +142,17 @@ def _regions(checkpoint: Checkpoint, request: PlotRequest) -> tuple[str, dict[st
     return picture.svg(), {"tensor": info.name, "shape": info.shape, **facts}
 
 
-def _traffic(checkpoint: Checkpoint, request: PlotRequest) -> tuple[str, dict[str, Any]]:
-    rules = _rules(request)
+def _traffic(
+    checkpoint: Checkpoint, tensor: str | None, mesh: str | None, rules: LayoutRules | None
+) -> tuple[str, dict[str, Any]]:
+    from dtckpt.cli.charts import traffic, traffic_picture
+
     if rules is None:
         raise ConfigError("the traffic of which reshard? give --mesh, and --layout, as to dtckpt reshard")
-    infos = [checkpoint.info(request.tensor)] if request.tensor else list(checkpoint.tensors.values())
+    infos = [checkpoint.info(tensor)] if tensor else list(checkpoint.tensors.values())
     laid_out = [info for info in infos if info.layout is not None]
     if not laid_out:
-        names = repr(request.tensor) if request.tensor else "all tensors"
+        names = repr(tensor) if tensor else "all tensors"
         raise LayoutError(f"{checkpoint.path}: {names} were saved without layouts, so nothing goes between devices")
     # Many tensors are alike, and planning a tensor takes time, so one of each kind is planned.
     alike = Counter((_layout(info), rules(info.name, info), info.shape, info.nbytes) for info in laid_out)
@@ -128,17 +161,18 @@ def _traffic(checkpoint: Checkpoint, request: PlotRequest) -> tuple[str, dict[st
             rules(info.name, info)  # so that a rule for it counts as used
     rules.validate_all_used()
     matrix = _sum([traffic(old, new, shape, nbytes) * count for (old, new, shape, nbytes), count in alike.items()])
-    size = min(matrix.shape)
-    stay = int(np.trace(matrix[:size, :size]))
+    stay = int(matrix.trace())
     moved = int(matrix.sum()) - stay
-    what = request.tensor or format_count(len(laid_out), "tensor")
+    what = tensor or format_count(len(laid_out), "tensor")
     subtitle = f"{what}: {format_nbytes(moved)} go to another device, {format_nbytes(stay)} stay on the diagonal"
-    svg = traffic_picture(matrix, f"Bytes between devices in a reshard to {request.mesh}", subtitle)
+    svg = traffic_picture(matrix, f"Bytes between devices in a reshard to {mesh}", subtitle)
     return svg, {"tensors": len(laid_out), "moved_bytes": moved, "staying_bytes": stay, "matrix": matrix.tolist()}
 
 
 def _sum(matrices: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     """Return the sum of matrices, of which smaller ones are of smaller meshes."""
+    import numpy as np
+
     shape = tuple(max(matrix.shape[dim] for matrix in matrices) for dim in (0, 1))
     total = np.zeros(shape, np.int64)
     for matrix in matrices:
@@ -146,7 +180,10 @@ def _sum(matrices: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     return total
 
 
-def _timeline(checkpoint: Checkpoint, _: PlotRequest) -> tuple[str, dict[str, Any]]:
+def _timeline(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
+    from dtckpt.checkpoint.reading.manifest_files import KIND
+    from dtckpt.checkpoint.timeline import timeline_picture
+
     costs = checkpoint.manifest.costs if checkpoint.format == KIND else {}
     if not any(costs.values()):
         raise CheckpointError(

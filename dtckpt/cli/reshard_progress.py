@@ -9,13 +9,14 @@ from typing import Self
 from dtckpt.checkpoint.resharding.reshard import ReshardReport
 from dtckpt.checkpoint.resharding.reshard_plan import ReshardedTensor
 from dtckpt.checkpoint.resharding.workers import PartReport
-from dtckpt.cli.left_behind import account_facts, write_left
 from dtckpt.cli.output import (
+    account_facts,
     format_count,
     format_layout,
     format_shape,
     open_progress,
     write_event,
+    write_left,
     write_line,
     write_summary,
     write_table,

@@ -4,105 +4,178 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.simulating.machine import Machine
-from dtckpt.checkpoint.simulating.report import Operation, Simulation
-from dtckpt.checkpoint.simulating.simulate import simulate
-from dtckpt.cli.arguments import LayoutRules, parse_mesh, read_rules
+import click
+
+from dtckpt.cli.options import debug_option, json_option, mesh_options, parse_pairs, parse_size, quiet_option
 from dtckpt.cli.output import format_age, write_event, write_line, write_summary, write_table
-from dtckpt.cli.picture_files import validate_output, write_picture
-from dtckpt.cli.plain_arguments import parse_pairs, parse_size
-from dtckpt.cli.simulation_picture import simulation_picture
 from dtckpt.errors import ConfigError, format_nbytes, printable
 
+if TYPE_CHECKING:
+    from dtckpt.checkpoint.simulating.simulation import SimulatedOperation, Simulation
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulateRequest:
-    """The arguments of the command, as `click` passes them; see `dtckpt.cli.commands`."""
+EPILOG = """\b
+Models:
+  llama-3-8b, llama-3-70b, llama-3-405b, deepseek-v3, or a JSON file (see docs/simulate.md). They are laid out over the
+  axes dp (data), tp (tensor) and ep (experts), as far as the mesh has them; over any other axis they are replicated.
 
-    model: str
-    mesh: str
-    layouts: Sequence[str]
-    layout_file: Path | None
-    target_mesh: str | None
-    target_layouts: Sequence[str]
-    states: Sequence[str]
-    devices_per_client: int
-    devices_per_host: int
-    device_link: str
-    network: str
-    host_storage: str
-    storage: str
-    arrival_ms: float
-    mtbf_h: float | None
-    chunk_size: str
-    check_replicas: bool
-    workers: int
-    clients: int
-    output: Path | None
-    as_json: bool
+\b
+Layouts:
+  As for dtckpt reshard. Names are those of the state and of the parameter: model/layers.0.attention.wq.weight.
+
+\b
+Speeds:
+  Bytes a second: 25GB, 512MiB. Pass what you have measured; the defaults are guesses.
+
+\b
+Examples:
+  dtckpt simulate llama-3-8b --mesh dp=8,tp=8
+  dtckpt simulate llama-3-70b --mesh dp=64,tp=8 --to-mesh dp=32,tp=8 --storage 50GB -o simulation.svg
+  dtckpt simulate deepseek-v3 --mesh replica=2,dp=4,ep=32 --state model=bfloat16 --json
+  dtckpt simulate llama-3-8b --mesh x=16 --layout 'model/*norm*=unsharded' --layout '*norm*=x' --mtbf 4
+
+"""
 
 
-def run_simulate(request: SimulateRequest) -> None:
-    """Run the command.
+@click.command("simulate", epilog=EPILOG)
+@click.argument("model", metavar="MODEL")
+@mesh_options(is_required=True)
+@click.option("--to-mesh", "target_mesh", metavar="AXIS=SIZE,...", help="Mesh that restores [default: the same].")
+@click.option("--to-layout", "target_layouts", multiple=True, metavar="PATTERN=SPEC", help="Layouts on that mesh.")
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    metavar="NAME=DTYPE",
+    help="A tensor that is kept of each parameter [default: those of the model: weights in bfloat16, and three tensors "
+    "of AdamW in float32].",
+)
+@click.option("--devices-per-client", type=click.IntRange(min=1), default=1, show_default=True, metavar="N")
+@click.option("--devices-per-host", type=click.IntRange(min=1), default=8, show_default=True, metavar="N")
+@click.option(
+    "--device-link", metavar="SPEED", default="25GB", show_default=True, help="From a device to its host's memory."
+)
+@click.option("--network", metavar="SPEED", default="50GB", show_default=True, help="Of one host, each way.")
+@click.option("--host-storage", metavar="SPEED", default="5GB", show_default=True, help="From one host to storage.")
+@click.option("--storage", metavar="SPEED", default="200GB", show_default=True, help="From all hosts to storage.")
+@click.option(
+    "--arrival",
+    "arrival_ms",
+    type=click.FloatRange(min=0, min_open=True),
+    default=0.18,
+    show_default=True,
+    metavar="MS",
+    help="What one client's arrival takes at a barrier.",
+)
+@click.option(
+    "--mtbf",
+    "mtbf_h",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="HOURS",
+    help="Mean time between failures of the job [default: one failure per host in 6335 h].",
+)
+@click.option("--chunk-size", metavar="SIZE", default="16MiB", show_default=True, help="Bound on the bytes of a chunk.")
+@click.option(
+    "--check-replicas/--no-check-replicas", default=True, help="Whether the save compares all copies of a value."
+)
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Processes of the reshard, one a host."
+)
+@click.option(
+    "--clients",
+    type=click.IntRange(min=1),
+    default=256,
+    show_default=True,
+    metavar="N",
+    help="Plan the restores of so many clients, if there are more.",
+)
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Charts: a file .svg, .html or .png.")
+@json_option("Print one JSON line per operation, then one with the totals.")
+@quiet_option
+@debug_option
+def command(
+    *,
+    model: str,
+    mesh: str,
+    layouts: Sequence[str],
+    layout_file: Path | None,
+    target_mesh: str | None,
+    target_layouts: Sequence[str],
+    states: Sequence[str],
+    devices_per_client: int,
+    devices_per_host: int,
+    device_link: str,
+    network: str,
+    host_storage: str,
+    storage: str,
+    arrival_ms: float,
+    mtbf_h: float | None,
+    chunk_size: str,
+    check_replicas: bool,
+    workers: int,
+    clients: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Show what saves and restores of MODEL would take on a mesh that need not exist.
 
-    Raises:
-        MeshError: A mesh cannot be used.
-        LayoutError: A layout does not fit its mesh or a tensor, or matches no tensor.
-        ConfigError: Another option cannot be used, or the model is unknown.
+    Bytes are those of the plans that real saves, restores and reshards follow. Seconds are these bytes at the speeds
+    that you give; the time for planning is measured here.
     """
-    if request.output is not None:
-        validate_output(request.output)
-    if request.target_layouts and request.target_mesh is None:
+    from dtckpt.checkpoint.options import SaveOptions
+    from dtckpt.checkpoint.simulating.simulate import simulate
+    from dtckpt.checkpoint.simulating.simulation import Machine
+    from dtckpt.cli.arguments import parse_mesh, parse_rules
+    from dtckpt.cli.charts import simulation_picture
+    from dtckpt.cli.picture_files import validate_output, write_picture
+
+    if output is not None:
+        validate_output(output)
+    if target_layouts and target_mesh is None:
         raise ConfigError("--to-layout needs the mesh that it is for; give --to-mesh")
-    mesh = parse_mesh(request.mesh, request.devices_per_client)
-    from_file = read_rules(request.layout_file) if request.layout_file else ()
-    rules = LayoutRules([*request.layouts, *from_file], mesh)
-    target_mesh = target_rules = None
-    if request.target_mesh is not None:
-        target_mesh = parse_mesh(request.target_mesh, request.devices_per_client)
-        target_rules = LayoutRules(request.target_layouts, target_mesh)
+    saving_mesh = parse_mesh(mesh, devices_per_client)
+    rules = [parse_rules(layouts, layout_file, saving_mesh)]
+    restoring_mesh = None
+    if target_mesh is not None:
+        restoring_mesh = parse_mesh(target_mesh, devices_per_client)
+        rules.append(parse_rules(target_layouts, None, restoring_mesh))
     found = simulate(
-        request.model,
-        mesh,
-        layouts=rules,
-        target_mesh=target_mesh,
-        target_layouts=target_rules,
-        state=parse_pairs(request.states, "state", "NAME=DTYPE") or None,
-        machine=_machine(request),
-        options=SaveOptions(chunk_nbytes=parse_size(request.chunk_size), check_replicas=request.check_replicas),
-        workers=request.workers,
-        mtbf_s=None if request.mtbf_h is None else request.mtbf_h * 3600,
-        sample=request.clients,
+        model,
+        saving_mesh,
+        layouts=rules[0],
+        target_mesh=restoring_mesh,
+        target_layouts=None if restoring_mesh is None else rules[1],
+        state=parse_pairs(states, "state", "NAME=DTYPE") or None,
+        machine=Machine(
+            devices_per_host=devices_per_host,
+            device_link=parse_size(device_link),
+            network=parse_size(network),
+            host_storage=parse_size(host_storage),
+            storage=parse_size(storage),
+            arrival_s=arrival_ms / 1000,
+        ),
+        options=SaveOptions(chunk_nbytes=parse_size(chunk_size), check_replicas=check_replicas),
+        workers=workers,
+        mtbf_s=None if mtbf_h is None else mtbf_h * 3600,
+        sample=clients,
     )
-    rules.validate_all_used()
-    if target_rules is not None:
-        target_rules.validate_all_used()
-    if request.output is not None:
-        write_picture(simulation_picture(found), f"simulation of {found.model}", request.output)
-    if request.as_json:
+    for each in rules:
+        each.validate_all_used()
+    if output is not None:
+        write_picture(simulation_picture(found), f"simulation of {found.model}", output)
+    if as_json:
         _write_events(found)
     else:
         _write_text(found)
-        if request.output is not None:
-            write_summary(printable(f"wrote the charts to {request.output}"))
-
-
-def _machine(request: SimulateRequest) -> Machine:
-    return Machine(
-        devices_per_host=request.devices_per_host,
-        device_link=parse_size(request.device_link),
-        network=parse_size(request.network),
-        host_storage=parse_size(request.host_storage),
-        storage=parse_size(request.storage),
-        arrival_s=request.arrival_ms / 1000,
-    )
+        if output is not None:
+            write_summary(printable(f"wrote the charts to {output}"))
 
 
 def _write_events(found: Simulation) -> None:
+    from dataclasses import asdict
+
     for operation in found.operations:
         write_event(
             "operation",
@@ -166,7 +239,7 @@ def _axes(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
-def _rows(operation: Operation) -> list[tuple[str, ...]]:
+def _rows(operation: SimulatedOperation) -> list[tuple[str, ...]]:
     """Return the lines of an operation in the table: its parts on the left, its links on the right."""
     parts = [f"{seconds:.2f} {part}" for part, seconds in operation.parts.items()]
     links = [

@@ -7,91 +7,124 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import click
 
 from dtckpt.checkpoint.progress_bar import is_watched
+from dtckpt.cli.options import debug_option, json_option
 from dtckpt.cli.output import format_count, table_lines, write_event, write_line
-from dtckpt.coordination.api import BarrierStatus, JobStatus, TaskStatus
-from dtckpt.coordination.discovery import SOURCES, find_coordinator
-from dtckpt.coordination.grpc_credentials import Access
-from dtckpt.coordination.grpc_status import StatusClient
 from dtckpt.errors import ConfigError, CoordinatorUnavailableError, JobNotFoundError, capped, printable
+
+if TYPE_CHECKING:
+    from dtckpt.coordination.api import BarrierStatus, JobStatus, TaskStatus
+    from dtckpt.coordination.grpc_status import StatusClient
 
 _WORST_FIRST = ("lost", "unknown", "suspect", "fenced", "registered", "left")
 _HEADER = ("client", "state", "heard", "phase", "step", "done", "unchanged", "host")
 
+EPILOG = """\b
+Variables:
+  DTCKPT_COORDINATOR, and what else names it to clients; DTCKPT_COORDINATOR_CA, _CERT, _KEY, _SERVER_NAME for TLS;
+  DTCKPT_COORDINATOR_TOKEN_FILE or _TOKEN: a job's token shows that job, a token of the job * shows all.
 
-@dataclass(frozen=True, slots=True)
-class StatusRequest:
-    """The arguments of the command.
+\b
+Examples:
+  dtckpt status --coordinator localhost:50051
+  dtckpt status --job run --watch
+  dtckpt status --json
 
-    Args:
-        coordinator: ``host:port``; None: found in the environment, as clients find it.
-        job: Name of a job; None: all jobs that the token may see.
-        watch: Whether to ask again and again, until interrupted.
-        interval_s: Pause between two queries.
-        timeout_s: Bound on the search for the coordinator, in each query.
-        rows: Number of clients shown of each job, the worst first.
-        as_json: Whether to print JSON events instead of text.
-    """
-
-    coordinator: str | None
-    job: str | None
-    watch: bool
-    interval_s: float
-    timeout_s: float
-    rows: int
-    as_json: bool
+"""
 
 
-def run_status(request: StatusRequest) -> None:
-    """Run the command.
+@click.command("status", epilog=EPILOG)
+@click.option("--coordinator", metavar="HOST:PORT", help="Which coordinator [default: the one of the environment].")
+@click.option("--job", metavar="NAME", help="Only this job [default: all that the token shows].")
+@click.option("--watch", is_flag=True, help="Look again and again, until interrupted.")
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(min=0.1, max=3600),
+    default=2.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between two looks.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0.1, max=3600),
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to look for the coordinator.",
+)
+@click.option(
+    "--rows",
+    type=click.IntRange(min=0),
+    default=20,
+    show_default=True,
+    help="Clients to show of each job, those silent for longest first.",
+)
+@json_option("Print one JSON line per look.")
+@debug_option
+def command(
+    *,
+    coordinator: str | None,
+    job: str | None,
+    watch: bool,
+    interval_s: float,
+    timeout_s: float,
+    rows: int,
+    as_json: bool,
+) -> None:
+    """Show jobs, clients and open barriers of a coordinator: who is missing, and what they did last."""
+    from dtckpt._proto import COORDINATOR, require
 
-    Raises:
-        ConfigError: No coordinator is named, or the environment variables for it cannot be used.
-        JobNotFoundError: There is no such job.
-        CoordinationError: The coordinator refuses to answer; or it cannot be reached, and ``watch`` is not set.
-    """
-    coordinator = find_coordinator(os.environ, request.coordinator)
-    if coordinator is None:
+    require(*COORDINATOR)
+    from dtckpt.coordination.discovery import SOURCES, find_coordinator
+    from dtckpt.coordination.grpc_credentials import Access
+    from dtckpt.coordination.grpc_status import StatusClient
+
+    found = find_coordinator(os.environ, coordinator)
+    if found is None:
         raise ConfigError(f"there is no coordinator to ask; give --coordinator HOST:PORT, or set {SOURCES}")
-    client = StatusClient(coordinator.address, Access.from_environ(os.environ))
+    client = StatusClient(found.address, Access.from_environ(os.environ))
     with ExitStack() as stack:
         stack.callback(client.close)
-        screen = _Screen() if request.watch and not request.as_json and is_watched(sys.stdout) else None
+        screen = _Screen() if watch and not as_json and is_watched(sys.stdout) else None
         if screen is not None:
             stack.enter_context(screen.live)
         while True:
             try:
-                jobs = _query(client, request)
+                jobs = _query(client, job, timeout_s)
             except CoordinatorUnavailableError as error:
-                if not request.watch:
+                if not watch:
                     raise
-                if request.as_json:
-                    write_event("unreachable", coordinator=coordinator.address, message=error.message)
+                if as_json:
+                    write_event("unreachable", coordinator=found.address, message=error.message)
                 lines = [printable(error.message)]
             else:
-                if request.as_json:
-                    write_event("status", coordinator=coordinator.address, jobs=[_job_json(job) for job in jobs])
-                lines = list(_report(coordinator.address, jobs, request.rows))
+                if as_json:
+                    write_event("status", coordinator=found.address, jobs=[_job_json(job) for job in jobs])
+                lines = list(_report(found.address, jobs, rows))
             if screen is not None:
                 screen.show(lines)
-            elif not request.as_json:
+            elif not as_json:
                 for line in lines:
                     write_line(line)
-            if not request.watch:
+            if not watch:
                 return
-            time.sleep(request.interval_s)
+            time.sleep(interval_s)
 
 
-def _query(client: StatusClient, request: StatusRequest) -> list[JobStatus]:
-    if request.job is not None:
-        return [client.job(request.job, request.timeout_s)]
+def _query(client: StatusClient, job: str | None, timeout_s: float) -> list[JobStatus]:
+    if job is not None:
+        return [client.job(job, timeout_s)]
     jobs = []
-    for name in client.jobs(request.timeout_s):
+    for name in client.jobs(timeout_s):
         with suppress(JobNotFoundError):  # the job has ended since it was listed
-            jobs.append(client.job(name, request.timeout_s))
+            jobs.append(client.job(name, timeout_s))
     return jobs
 
 
@@ -170,6 +203,8 @@ class _Screen:
 
 
 def _job_json(job: JobStatus) -> dict[str, Any]:
+    from dataclasses import asdict
+
     fields = asdict(job)
     for task in fields["tasks"]:
         task["incarnation"] = f"{task['incarnation']:x}"  # as text: many JSON readers round integers of 64 bits

@@ -4,34 +4,64 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from dtckpt.checkpoint.managing.root import root_of
-from dtckpt.checkpoint.managing.step_folders import StepFolders
-from dtckpt.checkpoint.reading.similar_names import did_you_mean
-from dtckpt.checkpoint.tiers.holdings import HeldSave
-from dtckpt.checkpoint.tiers.status import STATUS_NAME, TierStatus, read_status
+from dtckpt.cli.options import LOCATION, debug_option, json_option
 from dtckpt.cli.output import format_age, format_count, table_lines, write_event
-from dtckpt.errors import CheckpointNotFoundError, ConfigError, capped, format_nbytes, printable
-from dtckpt.storage.failures import translate_errors
-from dtckpt.storage.location import location_of
+from dtckpt.errors import CheckpointNotFoundError, ConfigError, capped, did_you_mean, format_nbytes, printable
+
+if TYPE_CHECKING:
+    from dtckpt.checkpoint.tiers.holdings import HeldSave
+    from dtckpt.checkpoint.tiers.status import TierStatus
 
 FAILING_AT_ONCE = (1, 2, 3, 4, 8)
 
+EPILOG = """\b
+Examples:
+  dtckpt tiers run
+  dtckpt tiers run --without host3,host7
+  dtckpt tiers s3://bucket/run --json
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TiersRequest:
-    """The arguments of the command, as `click` passes them; see `dtckpt.cli.commands`."""
-
-    root: str
-    without: str | None
-    as_json: bool
+"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Return:
+@click.command("tiers", epilog=EPILOG)
+@click.argument("root", type=LOCATION)
+@click.option("--without", metavar="HOST,...", help="Hosts that are taken to be lost.")
+@json_option("Print one JSON line per host and local step, then one with the step that would come back.")
+@debug_option
+def command(*, root: str, without: str | None, as_json: bool) -> None:
+    """Show which steps the hosts of a job hold, and which would come back if hosts were lost now.
+
+    ROOT is the directory or URL of a CheckpointManager with a LocalTier. What the hosts hold is read from a file that
+    client 0 keeps there, so no host is asked.
+    """
+    from dtckpt.checkpoint.managing.root import root_of
+    from dtckpt.checkpoint.managing.step_folders import StepFolders
+    from dtckpt.checkpoint.tiers.status import STATUS_NAME, read_status
+    from dtckpt.storage.failures import translate_errors
+    from dtckpt.storage.location import location_of
+
+    job = root_of(location_of(root))
+    with translate_errors("read the status of the local tier", job.where):
+        status = read_status(job.folder)
+    if status is None:
+        raise CheckpointNotFoundError(
+            f"there is no {STATUS_NAME} in {job.where}: the job has no local tier, or no step yet"
+        )
+    lost = _hosts(status, without)
+    durable = {lineage.number: step for step, lineage in StepFolders(job).saved().items()}
+    back = _what_comes_back(status, lost, durable)
+    if as_json:
+        _write_json(status, lost, back, root)
+    else:
+        for line in _lines(status, lost, back):
+            click.echo(printable(line))
+
+
+class _Return(NamedTuple):
     """What a job would go on from.
 
     Args:
@@ -47,31 +77,6 @@ class _Return:
     lost_s: float
     moved: int
     seconds: float | None
-
-
-def run_tiers(request: TiersRequest) -> None:
-    """Run the command.
-
-    Raises:
-        CheckpointNotFoundError: The job of the root has no local tier.
-        ConfigError: A host is none of the job's.
-        StorageError: The root cannot be read.
-    """
-    root = root_of(location_of(request.root))
-    with translate_errors("read the status of the local tier", root.where):
-        status = read_status(root.folder)
-    if status is None:
-        raise CheckpointNotFoundError(
-            f"there is no {STATUS_NAME} in {root.where}: the job has no local tier, or no step yet"
-        )
-    lost = _hosts(status, request.without)
-    durable = {lineage.number: step for step, lineage in StepFolders(root).saved().items()}
-    back = _what_comes_back(status, lost, durable)
-    if request.as_json:
-        _write_json(status, lost, back, request.root)
-    else:
-        for line in _lines(status, lost, back):
-            click.echo(printable(line))
 
 
 def _hosts(status: TierStatus, text: str | None) -> frozenset[str]:

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
-from dtckpt.checkpoint.reading.verify import Damage, VerifyReport
+from typing import TYPE_CHECKING
+
+import click
+
 from dtckpt.cli.exit_codes import ExitCode
+from dtckpt.cli.options import LOCATION, debug_option, json_option, quiet_option
 from dtckpt.cli.output import format_count, open_progress, write_event, write_line, write_summary
 from dtckpt.errors import format_nbytes, printable
 
+if TYPE_CHECKING:
+    from dtckpt.checkpoint.reading.verify import Damage, VerifyReport
 
-def run_verify(path: str, *, as_json: bool, threads: int | None) -> ExitCode:
-    """Run the command.
 
-    Returns:
-        `ExitCode.FAILED` if anything is damaged.
+EPILOG = """\b
+Examples:
+  dtckpt verify step_100
+  dtckpt verify s3://bucket/step_100 --threads 16 --json
 
-    Raises:
-        CheckpointError: As for `dtckpt.open_checkpoint`.
-    """
+"""
+
+
+@click.command("verify", epilog=EPILOG)
+@click.argument("path", type=LOCATION)
+@click.option("--threads", type=click.IntRange(min=1), help="Chunks that are read at one time [default: one per core].")
+@json_option("Print one JSON line per damage, then one with the result.")
+@quiet_option
+@debug_option
+def command(*, path: str, threads: int | None, as_json: bool) -> ExitCode:
+    """Read all of checkpoint PATH and compare every digest; exit with 1 if anything is damaged."""
+    from dtckpt.checkpoint.open import open_checkpoint
+
     with open_checkpoint(path) as checkpoint:
         nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
         with open_progress("verifying", nbytes) as progress:

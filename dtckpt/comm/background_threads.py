@@ -16,6 +16,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
+from typing_extensions import override
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -71,16 +73,16 @@ class Pool(Executor):
         self._tasks: SimpleQueue[_Item] = SimpleQueue()
         self._workers: list[Future[None]] = []
 
+    @override
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """As `Executor.submit`."""
         future: Future[T] = Future()
         self._tasks.put((future, partial(fn, *args, **kwargs)))
         if len(self._workers) < self._size:
             self._workers.append(begin(partial(_serve, self._tasks, self._prepare), self._name))
         return future
 
+    @override
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As `Executor.shutdown`."""
         while cancel_futures:
             try:
                 item = self._tasks.get_nowait()

@@ -10,6 +10,7 @@ import sys
 from torch.serialization import add_safe_globals
 
 from dtckpt.dtensor import debug, experimental, parallel, placement_types, several_meshes, torch_hooks
+from dtckpt.dtensor import methods as methods
 from dtckpt.dtensor.components import pack, unpack
 from dtckpt.dtensor.distribute import distribute_module, distribute_tensor
 from dtckpt.dtensor.factories import empty, full, ones, rand, randn, zeros
@@ -18,7 +19,7 @@ from dtckpt.dtensor.serialization import SAFE_GLOBALS
 from dtckpt.dtensor.tensor import DTensor, check_layout, fetch_layout
 from dtckpt.dtensor.tensorflow_names import call_with_layout, copy_to_mesh, relayout, run_on
 from dtckpt.dtensor.torch_compile import keep_from_tracing, own_untraceable_methods
-from dtckpt.dtensor.torch_logs import follow_torch_logs
+from dtckpt.dtensor.torch_hooks import follow_torch_logs
 from dtckpt.dtensor.variable import DVariable, enable_save_as_bf16
 from dtckpt.layout.device_mesh import DeviceMesh, init_device_mesh
 from dtckpt.layout.placement import Partial, Placement, Replicate, Shard

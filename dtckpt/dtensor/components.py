@@ -21,8 +21,8 @@ from dtckpt.comm.collectives import byte_view
 from dtckpt.comm.process_groups import is_connected, is_fake, validate_connected
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.gather_objects import gather_objects
-from dtckpt.dtensor.operators.tensor_spec import global_stride, intern_spec, wrap_components
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensor import DTensor, wrap_components
+from dtckpt.dtensor.tensor_spec import global_stride, intern_spec
 from dtckpt.errors import (
     ComponentError,
     DtckptError,
@@ -126,7 +126,7 @@ def pack_strided(
     except DtckptError as error:
         # Kept and not raised: the other clients wait for this one's summary, and raise the error with it.
         failure = error
-    summary = Summary.of(components, layout, failure, global_shape, requires_grad=run_check and requires_grad)
+    summary = ComponentSummary.of(components, layout, failure, global_shape, requires_grad=run_check and requires_grad)
     # Otherwise nothing is sent, and each client checks its own components against the shape that it was given.
     is_gathered = (shape is None or run_check) and is_shared(layout.mesh)
     if is_gathered:
@@ -175,12 +175,12 @@ def _pack_again(tensors: Sequence[Any], layout: Layout, case: tuple[Any, ...]) -
     return _strided(components, layout, shape, stride, components[0].dtype)
 
 
-def _gathered(summary: Summary, mesh: Mesh, failure: DtckptError | None) -> Summary:
+def _gathered(summary: ComponentSummary, mesh: Mesh, failure: DtckptError | None) -> ComponentSummary:
     """Return the summary of all clients' components. Under a fake process group they are like this client's."""
     if is_fake():
         return summary.on_all_devices(mesh)
     try:
-        return Summary.merged(gather_objects(summary, mesh, _PURPOSE))
+        return ComponentSummary.merged(gather_objects(summary, mesh, _PURPOSE))
     except DtckptError as error:
         # The others do something else, and raise because this client does not. Its own failure says why.
         raise failure or error from error
@@ -220,8 +220,8 @@ def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
     """
     if mesh.num_clients < 2 or not _can_agree(mesh):
         return error
-    summaries = gather_objects(Summary({}, {}, to_wire(error)), mesh, _PURPOSE)
-    return from_wire(*(Summary.merged(summaries).failure or to_wire(error)))
+    summaries = gather_objects(ComponentSummary({}, {}, to_wire(error)), mesh, _PURPOSE)
+    return from_wire(*(ComponentSummary.merged(summaries).failure or to_wire(error)))
 
 
 def unpack(tensor: DTensor) -> list[torch.Tensor]:
@@ -308,7 +308,7 @@ def _components(tensors: Sequence[Any], layout: Layout) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class ComponentSummary:
     """Shapes, dtypes and errors of components, of this client's devices or of all clients'.
 
     Args:
@@ -337,7 +337,7 @@ class Summary:
         shape: tuple[int, ...] | None,
         *,
         requires_grad: bool = False,
-    ) -> Summary:
+    ) -> ComponentSummary:
         """Return the summary of this client's components."""
         kind = " on meta" * _are_meta(components) + " with requires_grad" * requires_grad
         # Not strict: with a failure there are no components.
@@ -351,7 +351,7 @@ class Summary:
             (shape,),
         )
 
-    def on_all_devices(self, mesh: Mesh) -> Summary:
+    def on_all_devices(self, mesh: Mesh) -> ComponentSummary:
         """Return the summary of components on all devices of a mesh that are like this client's first one."""
 
         def on_all(by_device: Mapping[int, T]) -> dict[int, T]:
@@ -360,7 +360,7 @@ class Summary:
         return replace(self, shapes=on_all(self.shapes), dtypes=on_all(self.dtypes), strides=on_all(self.strides))
 
     @classmethod
-    def merged(cls, summaries: Sequence[Summary]) -> Summary:
+    def merged(cls, summaries: Sequence[ComponentSummary]) -> ComponentSummary:
         """Merge the summaries of all clients; of several failures, the first client's counts."""
         shapes = {device: shape for each in summaries for device, shape in each.shapes.items()}
         dtypes = {device: dtype for each in summaries for device, dtype in each.dtypes.items()}

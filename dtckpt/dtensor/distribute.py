@@ -16,11 +16,10 @@ from dtckpt.comm.host_memory import detached_clone
 from dtckpt.comm.process_groups import validate_connected
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
-from dtckpt.dtensor.factories import require_mesh
 from dtckpt.dtensor.gather_objects import gather_objects
 from dtckpt.dtensor.redistribute import count_unchanged, redistribute
 from dtckpt.dtensor.tensor import DTensor, described
-from dtckpt.dtensor.tensorflow_names import MeshLike, copy_to_mesh
+from dtckpt.dtensor.tensorflow_names import copy_to_mesh
 from dtckpt.errors import (
     ComponentError,
     DtckptError,
@@ -31,6 +30,7 @@ from dtckpt.errors import (
     from_wire,
     to_wire,
 )
+from dtckpt.layout.device_mesh import MeshLike, require_mesh
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement, validate_reductions

@@ -15,8 +15,8 @@ from dtckpt.dtensor.random import agreed_key
 from dtckpt.dtensor.random import fill as fill_randomly
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.dtensor.tensorflow_names import MeshLike, as_mesh, get_default_mesh
-from dtckpt.errors import LayoutError, LayoutTypeError, MeshError
+from dtckpt.errors import LayoutError, LayoutTypeError
+from dtckpt.layout.device_mesh import MeshLike, require_mesh
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement
 from dtckpt.layout.region import Region
@@ -25,22 +25,6 @@ Fill = Callable[[torch.Tensor, Region], object]
 """Fills one device's component, given its region of the global tensor."""
 FillMaker = Callable[[Mesh, tuple[int, ...]], Fill]
 """Returns a function that fills the components of a tensor, given its mesh and global shape."""
-
-
-def require_mesh(device_mesh: MeshLike | None) -> Mesh:
-    """Return a mesh as a `Mesh`; for None, the default mesh: that of the innermost ``with mesh:`` block.
-
-    Args:
-        device_mesh: A `Mesh`, PyTorch's ``DeviceMesh``, or None.
-
-    Raises:
-        MeshError: There is no default mesh.
-        MeshTypeError: The argument is no mesh.
-    """
-    mesh = get_default_mesh() if device_mesh is None else as_mesh(device_mesh)
-    if mesh is None:
-        raise MeshError("no mesh was given and none is active; pass device_mesh, or use run_on(mesh)")
-    return mesh
 
 
 class Options(TypedDict, total=False):

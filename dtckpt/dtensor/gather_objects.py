@@ -46,7 +46,7 @@ def gather_objects(value: T, mesh: Mesh, purpose: str) -> list[T]:
     if is_fake():
         return [value] * mesh.num_clients  # the buffers hold what nobody sent, such as the length of an object
     if mesh.device_type != "cpu":
-        return _gathered_beside_cards(value, mesh, purpose)
+        return _gathered_beside_gpus(value, mesh, purpose)
     data = pickle.dumps(value)
     first = _rows(
         len(data).to_bytes(_LENGTH_NBYTES, "little") + data[:_NBYTES], _LENGTH_NBYTES + _NBYTES, mesh, purpose
@@ -72,8 +72,8 @@ def _rows(data: bytes, width: int, mesh: Mesh, purpose: str) -> list[bytes]:
     return [bytes(each.numpy()) for each in gathered]
 
 
-def _gathered_beside_cards(value: T, mesh: Mesh, purpose: str) -> list[T]:
-    # Messages between cards carry no digest of what clients take for granted, so it is compared here.
+def _gathered_beside_gpus(value: T, mesh: Mesh, purpose: str) -> list[T]:
+    # Messages between GPUs carry no digest of what clients take for granted, so it is compared here.
     own = (agreements.digest(mesh.clients), purpose, value)
     gathered: list[tuple[int, str, Any]] = all_gather_object(own, mesh.clients)
     if len({(digest, asked) for digest, asked, _ in gathered}) > 1:

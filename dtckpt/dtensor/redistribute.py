@@ -18,7 +18,6 @@ import torch
 from dtckpt.comm.host_memory import detached_clone
 from dtckpt.comm.torch_device import device_of
 from dtckpt.dtensor.derived_layouts import gradient_layout
-from dtckpt.dtensor.meta_device import redistribute_meta
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import DtckptError, LayoutTypeError
 from dtckpt.layout.layout import Layout
@@ -94,7 +93,7 @@ def _redistribute_values(request: _Request, tensors: Sequence[DTensor]) -> tuple
         dtype, mesh, components = plan.change.dtype, tensor.device_mesh, tensor.components
         if dtype != tensor.dtype:
             components = tuple(part.to(dtype) for part in components)
-        if mesh.device_type == "cuda" and tensor.is_cpu:  # by ``cpu()``; messages are exchanged between the cards
+        if mesh.device_type == "cuda" and tensor.is_cpu:  # by ``cpu()``; messages are exchanged between the GPUs
             names = mesh.local_devices()
             components = tuple(part.to(device_of(name)) for part, name in zip(components, names, strict=True))
         sources.append(dict(zip(mesh.local_device_ids(), components, strict=True)))
@@ -236,3 +235,27 @@ def meshes_of(values: Iterable[object]) -> list[Mesh]:
     """Return the meshes of the DTensors and Layouts among some values."""
     meshes = (value.layout.mesh if isinstance(value, DTensor) else getattr(value, "mesh", None) for value in values)
     return [mesh for mesh in meshes if isinstance(mesh, Mesh) and mesh.device_ids]
+
+
+# --- the meta device: tensors without values, so nothing is sent -------------------------------
+
+
+def redistribute_meta(tensor: DTensor, layout: Layout, dtype: torch.dtype) -> DTensor:
+    """Return a meta tensor in another layout, on the same mesh or another, and in another dtype. Differentiable."""
+    result: DTensor = _RedistributeMeta.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        tensor, layout, dtype
+    )
+    return result
+
+
+class _RedistributeMeta(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, layout: Layout, dtype: torch.dtype) -> DTensor:
+        ctx.source, ctx.dtype = gradient_layout(tensor.layout), tensor.dtype
+        regions = [layout.region(device, tensor.shape) for device in layout.mesh.local_device_ids()]
+        components = [torch.empty(region.shape, dtype=dtype, device="meta") for region in regions]
+        return DTensor(components, layout, tensor.shape, dtype, device=tensor.device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> tuple[Any, ...]:
+        return redistribute_meta(gradient, ctx.source, ctx.dtype), None, None

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from dataclasses import dataclass
+from typing import Any, overload
 
 import torch
+from typing_extensions import override
 
 from dtckpt.comm import torch_private
-from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
-from dtckpt.errors import DtckptError, LayoutError, LayoutTypeError, OperatorError, capped
+from dtckpt.dtensor.tensor_spec import Spec, intern_spec
+from dtckpt.errors import LayoutError, LayoutTypeError, OperatorError, capped
 from dtckpt.layout import text_format
+from dtckpt.layout.device_mesh import MeshLike
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
-from dtckpt.layout.notebook_pictures import drawn
 from dtckpt.layout.placement import Placement
-from dtckpt.layout.sharding_drawing import Subject
-from dtckpt.redistribution import execute
-
-if TYPE_CHECKING:
-    from dtckpt.dtensor.operators.tensor_spec import Spec
-    from dtckpt.dtensor.operators.view_tracking import View
-    from dtckpt.dtensor.tensorflow_names import MeshLike
-    from dtckpt.redistribution.execute import RunningRedistribution
+from dtckpt.redistribution.execute import RunningRedistribution
 
 EARLY_KEY_NAME = "DeferredInit"
 EARLY_KEY = torch_private.dispatch_key(EARLY_KEY_NAME)
-"""A dispatch key that DTensors alone have, as PyTorch has no kernels for it: `dtckpt.dtensor.operators.pre_autograd`.
+"""A dispatch key that DTensors alone have, as PyTorch has no kernels for it: `dtckpt.dtensor.operators.registry`.
 
 It comes before autograd, and after PyTorch has noted the state that it restores for ``__torch_dispatch__``.
 """
@@ -35,6 +30,27 @@ KEYS = torch_private.DispatchKeySet(EARLY_KEY)
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Methods:
+    """Functions that methods of `DTensor` call, as they need operators. `dtckpt.dtensor.methods` has the one table."""
+
+    from_local: Callable[..., DTensor]
+    to_local: Callable[..., torch.Tensor]
+    full_tensor: Callable[..., torch.Tensor]
+    redistribute: Callable[..., DTensor]
+    validate_gradient: Callable[[DTensor], None]
+    become_alias: Callable[[DTensor, DTensor], None]
+    gradient_of: Callable[[DTensor, torch.Tensor], DTensor]
+    gradient_to_store: Callable[[DTensor, torch.Tensor], DTensor]
+    reduce: Callable[[DTensor], tuple[Any, ...]]
+    shallow_copy: Callable[[DTensor], DTensor]
+    deepcopy: Callable[[DTensor, dict[int, Any]], DTensor]
+    chunk_list: Callable[[DTensor], list[Any]]
+    write_items: Callable[[str, Any], list[Any]]
+    shard_at: Callable[[DTensor, Any], torch.Tensor]
+    draw: Callable[[DTensor], str | None]
 
 
 class DTensor(torch.Tensor):
@@ -59,14 +75,15 @@ class DTensor(torch.Tensor):
     _is_async: bool = False
     """Whether it was redistributed with ``async_op``: programs may call ``wait`` on what `to_local` returns."""
     _spec: Spec | None = None
-    """Description for operators, made when it is first asked for; see `dtckpt.dtensor.operators.tensor_spec`."""
-    _view: View | None = None
-    """For a view that shares no memory with its source: how to make it again after a write to the source."""
-    _writes: view_tracking.WriteCounter | None = None
+    """Description for operators, made by `spec_of` when an operator first asks for it."""
+    _view: Any = None
+    """For a view that shares no memory with its source: the `View` that makes it again after a write to the source."""
+    _writes: Any = None
     """One counter of writes for all tensors that share values with this one; None if there are none."""
 
     _dispatch: Callable[..., Any]
     """Runs operators; `dtckpt.dtensor.operators.dispatch` sets it."""
+    _methods: Methods
 
     __torch_function__ = torch_private.disabled_torch_function
 
@@ -124,16 +141,16 @@ class DTensor(torch.Tensor):
             self._view.refresh(self)
         return self._components
 
+    @override
     def requires_grad_(self, requires_grad: bool = True) -> DTensor:
-        """As `torch.Tensor.requires_grad_`."""
         if requires_grad:
-            view_tracking.validate_gradient(self)
+            self._methods.validate_gradient(self)
         super().requires_grad_(requires_grad)
         return self
 
     def _set_requires_grad(self, requires_grad: bool) -> None:
         if requires_grad:
-            view_tracking.validate_gradient(self)
+            self._methods.validate_gradient(self)
         _REQUIRES_GRAD.__set__(self, requires_grad)
 
     # Without a function of ours for reading: operators read it all the time.
@@ -151,7 +168,7 @@ class DTensor(torch.Tensor):
             raise LayoutTypeError(f"the data of a DTensor is a DTensor; got {type(tensor).__name__}")
         _DATA.__set__(self, tensor)
         # Both share memory from now on, so they share the write counter too.
-        view_tracking.become_alias(self, tensor)
+        self._methods.become_alias(self, tensor)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -169,28 +186,14 @@ class DTensor(torch.Tensor):
         # The common case first: an optimizer reads every gradient at every step.
         if isinstance(stored, DTensor) and stored._layout is self._layout and not self._layout.partial:
             return stored
-        gradient = plain_tensors.gradient_to_dtensor(stored, self.device_mesh)
-        layout = gradient_layout(self._layout)
-        if gradient._layout != layout:
-            gradient = redistribute(gradient, layout)
+        gradient = self._methods.gradient_of(self, stored)
         if gradient is not stored:
             _GRAD.__set__(self, gradient)
         return gradient
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:
-            if not isinstance(gradient, DTensor):
-                raise LayoutTypeError(f"the gradient of a DTensor is a DTensor; got {type(gradient).__name__}")
-            if gradient.device_mesh != self.device_mesh:
-                raise LayoutError(
-                    f"gradient: got {described(gradient.layout)}, expected one on the mesh of the tensor, "
-                    f"{described(self.layout)}"
-                )
-            layout = gradient_layout(self._layout)
-            if gradient._layout != layout and gradient.shape == self.shape:
-                gradient = view_tracking.in_layout(gradient, layout)
-        _GRAD.__set__(self, gradient)
+        _GRAD.__set__(self, None if gradient is None else self._methods.gradient_to_store(self, gradient))
 
     @grad.deleter
     def grad(self) -> None:
@@ -230,25 +233,15 @@ class DTensor(torch.Tensor):
             ComponentError: Components do not fit each other, the layout or ``shape``, or clients give other placements.
             LayoutError: The placements do not fit the mesh or the tensor.
         """
-        mesh = factories.require_mesh(device_mesh)
-        try:
-            if not isinstance(local_tensor, torch.Tensor):
-                raise LayoutTypeError(f"from_local needs a tensor; got {type(local_tensor).__name__}")
-            layout = cached_layout(mesh, placements, local_tensor.ndim)
-            gradient = None if grad_placements is None else Layout.from_placements(mesh, grad_placements, layout.rank)
-            stride = None if stride is None else strides_of(stride, layout.rank)
-        except DtckptError as error:
-            # Where clients exchange summaries, the others wait for this one's, and the error takes its place.
-            if shape is None or run_check:
-                raise shared_failure(error, mesh) from None
-            execute.report_error(error, [mesh], is_numbered=True)
-            raise
-        made = local_tensors.from_local(
-            local_tensor, layout, shape=shape, stride=stride, gradient=gradient, run_check=run_check
+        return DTensor._methods.from_local(
+            local_tensor,
+            device_mesh,
+            placements,
+            run_check=run_check,
+            shape=shape,
+            stride=stride,
+            grad_placements=grad_placements,
         )
-        if shape is not None and not run_check:
-            execute.count_local_call([(layout, layout, made.shape, made.dtype)], is_assumed=True)
-        return made
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the component of this client's only device; it shares memory with the tensor. Differentiable.
@@ -263,9 +256,7 @@ class DTensor(torch.Tensor):
             ComponentError: This client has several devices in the mesh; `unpack` gives all components.
             LayoutError: ``grad_placements`` do not fit the mesh, or would give components of other shapes.
         """
-        if grad_placements is None:
-            return local_tensors.to_local(self, gradient_layout(self._layout))
-        return local_tensors.to_local(self, Layout.from_placements(self.device_mesh, grad_placements, self.ndim))
+        return self._methods.to_local(self, grad_placements)
 
     @property
     def _local_tensor(self) -> torch.Tensor:
@@ -286,14 +277,7 @@ class DTensor(torch.Tensor):
         Raises:
             LayoutError: ``grad_placements`` do not fit the mesh, or shard the gradient of what is whole.
         """
-        if grad_placements is None:
-            return local_tensors.full_tensor(self)
-        try:
-            gradient = local_tensors.whole_gradient_layout(self, grad_placements)
-        except DtckptError as error:
-            execute.report_error(error, [self.device_mesh])
-            raise
-        return local_tensors.full_tensor(self, gradient)
+        return self._methods.full_tensor(self, grad_placements)
 
     def redistribute(
         self,
@@ -318,30 +302,14 @@ class DTensor(torch.Tensor):
             forward_dtype: Convert to this dtype before moving.
             backward_dtype: Convert the gradient to this dtype before moving it back.
         """
-        is_same_mesh = device_mesh is None or device_mesh is self._layout.mesh
-        is_plain = is_same_mesh and forward_dtype is None and backward_dtype is None
-        # Most calls change nothing. They cost this comparison, a new wrapper, and a count.
-        if is_plain and isinstance(placements, list | tuple) and tuple(placements) == self.placements:
-            count_unchanged(self)
-            return view_tracking.differentiable_alias(self)
-        mesh = self.device_mesh
-        try:
-            if device_mesh is not None:
-                mesh = factories.require_mesh(device_mesh)
-            layout = cached_layout(mesh, placements, self.ndim)
-        except DtckptError as error:
-            # On both meshes, since clients of either may wait for what this one should send.
-            execute.report_error(error, [self.device_mesh, mesh], is_numbered=True)
-            raise
-        moved = redistribute(
+        return self._methods.redistribute(
             self,
-            layout,
+            device_mesh,
+            placements,
+            async_op=async_op,
             forward_dtype=forward_dtype,
             backward_dtype=backward_dtype,
-            is_async=async_op,
-            is_counted=True,
         )
-        return view_tracking.differentiable_alias(self) if moved is self else moved
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch annotates it as an instance method
@@ -358,13 +326,13 @@ class DTensor(torch.Tensor):
     # --- copying, pickling, PyTorch's distributed checkpoint ------------------------------------------------------
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return serialization.reduce(self)
+        return self._methods.reduce(self)
 
     def __copy__(self) -> DTensor:
-        return serialization.shallow_copy(self)
+        return self._methods.shallow_copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
-        return serialization.deepcopy(self, memo)
+        return self._methods.deepcopy(self, memo)
 
     @property
     def fsdp_pre_all_gather(self) -> Any:
@@ -376,13 +344,13 @@ class DTensor(torch.Tensor):
 
     def __create_chunk_list__(self) -> list[Any]:
         """Return the chunks that this client holds; see `dtckpt.dtensor.torch_checkpoint`."""
-        return torch_checkpoint.chunk_list(self)
+        return self._methods.chunk_list(self)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:  # noqa: A002  (PyTorch's name)
-        return torch_checkpoint.write_items(fqn, object)
+        return self._methods.write_items(fqn, object)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return torch_checkpoint.shard_at(self, index)
+        return self._methods.shard_at(self, index)
 
     # --- memory: that of the components, as the tensor itself has none ---------------------------------------------
 
@@ -413,7 +381,7 @@ class DTensor(torch.Tensor):
         raise without_memory("untyped_storage")
 
     def storage(self) -> torch.TypedStorage:
-        """As `untyped_storage`."""
+        """Refuse, as `untyped_storage` does. Raises: OperatorError, always."""
         raise without_memory("storage")
 
     def apply_(self, callable: Callable[..., Any]) -> Any:  # noqa: A002, ARG002  (PyTorch's name; there is no way)
@@ -447,7 +415,7 @@ class DTensor(torch.Tensor):
         return f"{type(self).__name__}({{{parts}}}, shape={tuple(self.shape)}, layout={self._layout.to_string()!r})"
 
     def _repr_svg_(self) -> str | None:
-        return drawn(Subject(self._layout, tuple(self.shape)), f"{type(self).__name__} of {self.dtype}")
+        return self._methods.draw(self)
 
 
 def without_memory(what: str) -> OperatorError:
@@ -498,9 +466,49 @@ def described(layout: Layout) -> str:
     return f"{specs} on {mesh.device_type} mesh {mesh.name!r} {mesh.axis_sizes} of clients {capped(mesh.clients)}"
 
 
-# These modules implement the methods and construct DTensors, so they import this one. They are imported last, when the
-# class exists. `dtckpt.dtensor` imports this module before them, and Python runs the package before any of its modules.
-from dtckpt.dtensor import factories, local_tensors, serialization, torch_checkpoint  # noqa: E402  (see above)
-from dtckpt.dtensor.components import shared_failure, strides_of  # noqa: E402  (see above)
-from dtckpt.dtensor.operators import plain_tensors, view_tracking  # noqa: E402  (see above)
-from dtckpt.dtensor.redistribute import count_unchanged, redistribute  # noqa: E402  (see above)
+def spec_of(tensor: DTensor) -> Spec:
+    """Return a tensor's spec."""
+    known: Spec | None = tensor._spec
+    if known is None:
+        known = tensor._spec = intern_spec(tensor._layout, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        tensor._layout = known.layout
+    return known
+
+
+def wrap_components(
+    components: Sequence[torch.Tensor], described: Spec, device: torch.device | None = None, *, offset: int = 0
+) -> DTensor:
+    """Return the DTensor that has these components and this spec.
+
+    Args:
+        components: One tensor per local device.
+        described: The spec.
+        device: Device type of a DTensor without components.
+        offset: Storage offset of the global tensor. It is no part of the spec: plans do not depend on it.
+    """
+    tensor: DTensor = torch_private.make_wrapper(
+        DTensor,
+        described.shape,
+        strides=described.stride,
+        storage_offset=offset,
+        dtype=described.dtype,
+        device=components[0].device if components else device or torch.device("cpu"),
+        _extra_dispatch_keys=KEYS,
+    )
+    tensor._components = tuple(components)
+    tensor._layout = described.layout
+    tensor._spec = described
+    return tensor
+
+
+def with_stride(tensor: DTensor, stride: tuple[int, ...]) -> DTensor:
+    """Return a tensor that nobody else has yet with these strides; its components stay as they are."""
+    if tensor.stride() == stride:
+        return tensor
+    result = wrap_components(
+        tensor._components, intern_spec(tensor._layout, tuple(tensor.shape), stride, tensor.dtype), tensor.device
+    )
+    result._pending, result._is_async = tensor._pending, tensor._is_async
+    result._view, result._writes = tensor._view, tensor._writes
+    torch_private.set_storage(result, tensor)
+    return result

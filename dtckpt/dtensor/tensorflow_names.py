@@ -7,20 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh as PyTorchMesh
 
 from dtckpt.comm.torch_private import tree_flatten, tree_unflatten
 from dtckpt.dtensor.components import pack
 from dtckpt.dtensor.redistribute import meshes_of, redistribute, redistribute_all
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError
-from dtckpt.layout import default_mesh
+from dtckpt.layout.device_mesh import MeshLike, as_mesh
 from dtckpt.layout.layout import MATCH, UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.redistribution.execute import report_error
-
-MeshLike = Mesh | PyTorchMesh
-"""A mesh, of this library or of PyTorch."""
 
 
 def relayout(tensor: Any, layout: Any, name: str | None = None) -> Any:
@@ -120,18 +116,3 @@ def run_on(mesh: MeshLike) -> Iterator[Mesh]:
     """
     with as_mesh(mesh) as active:
         yield active
-
-
-def get_default_mesh() -> Mesh | None:
-    """Return the default mesh: that of the innermost ``with mesh:`` or `run_on` block, or None outside of any."""
-    mesh: Mesh | None = default_mesh.get()
-    return mesh
-
-
-def as_mesh(mesh: MeshLike) -> Mesh:
-    """Return a mesh as it is, and the `Mesh` of a PyTorch ``DeviceMesh``.
-
-    Raises:
-        MeshTypeError: The argument is neither.
-    """
-    return mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)

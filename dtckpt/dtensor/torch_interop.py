@@ -13,7 +13,7 @@ import torch
 from dtckpt.comm import torch_private
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError
-from dtckpt.layout import torch_device_mesh
+from dtckpt.layout.device_mesh import adopt, device_mesh_of, mesh_of
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.placement import Partial, Placement, Shard, _StridedShard
 
@@ -49,7 +49,7 @@ def layout_and_local(value: Any, kept: KeptLayouts | None = None) -> tuple[Layou
     key = id(mesh), value.placements, value.ndim
     found = None if kept is None else kept.get(key)
     if found is None:
-        layout = Layout.from_placements(torch_device_mesh.mesh_of(mesh), value.placements, value.ndim)
+        layout = Layout.from_placements(mesh_of(mesh), value.placements, value.ndim)
         found = mesh, layout, layout.mesh.is_remote()
         if kept is not None:
             kept[key] = found
@@ -79,7 +79,7 @@ def to_torch(tensor: DTensor, device_mesh: Any = None) -> Any:
     if not isinstance(tensor, DTensor):
         raise LayoutTypeError(f"to_torch: got {type(tensor).__name__}, expected a DTensor of dtckpt")
     local = tensor.to_local()
-    mesh = torch_device_mesh.device_mesh_of(tensor.device_mesh) if device_mesh is None else device_mesh
+    mesh = device_mesh_of(tensor.device_mesh) if device_mesh is None else device_mesh
     return TorchDTensor.from_local(
         local,
         mesh,
@@ -104,7 +104,7 @@ def from_torch(tensor: Any) -> DTensor:
     layout, _ = layout_and_local(tensor)
     return DTensor.from_local(
         tensor.to_local(),
-        torch_device_mesh.adopt(tensor.device_mesh),
+        adopt(tensor.device_mesh),
         layout.placements,
         shape=tensor.shape,
         stride=tensor.stride(),

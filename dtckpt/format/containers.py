@@ -5,7 +5,7 @@ a class; one more argument that rebuilds it, as JSON; and its items as a node of
 
 Named tuples and dataclasses have classes of their own, which only code could rebuild. So the manifest has the names of
 their fields, and a restore fills the fields of its target by name. Without a target they come back as a stand-in. So do
-tensors of subclasses that are made of other tensors (`dtckpt.format.tensor_parts`).
+tensors of wrapper subclasses (`TensorParts`).
 
 A `dtckpt.PerClient` is saved as a `ClientValues`.
 """
@@ -23,8 +23,94 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from dtckpt.errors import TreeError
-from dtckpt.format.client_values import ClientValues
-from dtckpt.format.tensor_parts import TensorParts, has_parts
+
+
+class ClientValues(dict[int, Any]):
+    """The values of one piece of state that differs by client, such as a random state, by number of the client.
+
+    A restore without a target gives them, and one whose target holds a plain value such as None. In a tree to be saved
+    they are the values of all clients, so every client must pass the same; a client that knows only its own value
+    passes a `dtckpt.PerClient`.
+
+    Args:
+        values: By number of the client, from 0, its value. Clients that passed none are left out.
+        num_clients: The number of clients of the save; default: of the values.
+
+    Raises:
+        TreeError: A key is no number of a client.
+
+    >>> ClientValues({0: "a", 1: "b"})
+    ClientValues({0: 'a', 1: 'b'}, num_clients=2)
+    """
+
+    __slots__ = ("num_clients",)
+
+    def __init__(self, values: Mapping[int, Any], num_clients: int | None = None) -> None:
+        num_clients = len(values) if num_clients is None else num_clients
+        if type(num_clients) is not int:
+            raise TreeError(f"the number of clients must be an int; got {num_clients!r}")
+        for client in values:
+            if type(client) is not int or not 0 <= client < num_clients:
+                raise TreeError(f"values of clients need keys from 0 to {num_clients - 1}; got {client!r}")
+        super().__init__(values)
+        self.num_clients = num_clients
+
+    def __repr__(self) -> str:
+        return f"ClientValues({super().__repr__()}, num_clients={self.num_clients})"
+
+
+def has_parts(value: object) -> bool:
+    """Whether a value is a tensor of a subclass that can be taken apart and put together again."""
+    if not all(hasattr(type(value), name) for name in ("__tensor_flatten__", "__tensor_unflatten__")):
+        return False
+    import torch  # here, because it takes seconds, and other values than tensors are recognised without it
+
+    return isinstance(value, torch.Tensor)
+
+
+class TensorParts(dict[str, Any]):
+    """The parts of a tensor of a wrapper subclass, by name; it stands for the tensor where its class is not known.
+
+    Such a subclass, for example one of torchao's, has no elements of its own. PyTorch's `__tensor_flatten__` returns
+    the names of its inner tensors and a context. A checkpoint stores the inner tensors, named ``tensor/inner``, and the
+    context, which must be a tree of plain values.
+
+    ``Subclass.__tensor_unflatten__(dict(parts), parts.context, parts.shape, stride)`` makes the tensor anew. In a tree
+    to be saved it counts as the tensor does.
+
+    Args:
+        parts: The inner tensors, by name.
+        kind: Name of the subclass.
+        shape: The shape of the tensor.
+        context: What `__tensor_flatten__` returned beside the names.
+    """
+
+    __slots__ = ("context", "kind", "shape")
+
+    def __init__(self, parts: Mapping[str, Any], kind: str, shape: tuple[int, ...], context: Any) -> None:
+        if not (type(kind) is str and isinstance(shape, tuple) and all(type(name) is str for name in parts)):
+            raise TreeError(f"parts of a tensor need names, a class name and a shape; got {[*parts, kind, shape]!r}")
+        super().__init__(parts)
+        self.kind = kind
+        self.shape = shape
+        self.context = context
+
+    @classmethod
+    def of(cls, value: Any) -> TensorParts:
+        """Return the parts of a tensor that `has_parts`; `TensorParts` as they are."""
+        if isinstance(value, cls):
+            return value
+        names, context = value.__tensor_flatten__()
+        return cls({name: getattr(value, name) for name in names}, type(value).__name__, value.shape, context)
+
+    @property
+    def facts(self) -> tuple[str, tuple[int, ...], Any]:
+        """All but the tensors."""
+        return self.kind, self.shape, self.context
+
+    def __repr__(self) -> str:
+        return f"TensorParts({super().__repr__()}, kind={self.kind!r}, shape={self.shape}, context={self.context!r})"
+
 
 _FACTORIES: dict[str, Callable[[], Any]] = {
     factory.__name__: factory for factory in (bool, bytes, complex, dict, float, frozenset, int, list, set, str, tuple)

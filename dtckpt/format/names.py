@@ -2,6 +2,7 @@
 
 A name is a sequence of segments joined by ``/``. Each segment is percent-encoded on storage, so that it can neither
 lead out of the checkpoint nor collide with a file of the format. Names that could only serve an attack are refused.
+Listings sort names in natural order (`natural_key`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _COMMON_SEGMENT = rf"(?!{_SPECIAL})[A-Za-z0-9_.-]{{1,{MAX_SEGMENT_BYTES}}}"
 _COMMON = re.compile(f"{_COMMON_SEGMENT}(?:/{_COMMON_SEGMENT})*")
 """Matches only names that are valid and stored as they are: most of them, not all. It spares the full check."""
 _SEGMENTS_OF_KEYS = {"": "%", ".": "%2E", "..": "%2E%2E"}
+DCP_METADATA_NAME = ".metadata"
+"""The file by which PyTorch finds a distributed checkpoint. The plug-in for PyTorch writes one of its own beside a
+checkpoint of ours (`dtckpt.checkpoint.foreign.dcp_metadata`)."""
 SELF_SEGMENT = "%self"
 """Last path segment of an array whose name is also a folder of others; no encoded segment can equal it."""
 
@@ -144,3 +148,17 @@ def is_path_of(path: str, name: str) -> bool:
 def groups(paths: Iterable[str]) -> list[str]:
     """Return the paths of the Zarr groups above some arrays, sorted, the root (``""``) first."""
     return sorted({"", *(parent for path in paths for parent in _parents(path))})
+
+
+_DIGITS = re.compile(r"([0-9]+)")
+
+
+def natural_key(name: str) -> tuple[tuple[object, ...], str]:
+    """Return a sort key by which numbers in names count as numbers; different names have different keys."""
+    parts: list[object] = list(_DIGITS.split(name))
+    for position in range(1, len(parts), 2):
+        digits = str(parts[position]).lstrip("0")
+        # By length first: a name may have more digits than Python converts to an int.
+        parts[position] = (len(digits), digits)
+    # Names that differ in zeros in front of numbers have equal parts.
+    return tuple(parts), name

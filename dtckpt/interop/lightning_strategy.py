@@ -10,10 +10,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.parameter_names import ParameterNames, named_state
 from dtckpt.checkpoint.per_client import PerClient
-from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.restore import restore
 from dtckpt.errors import UnexpectedTensorError, capped

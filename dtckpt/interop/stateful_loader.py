@@ -16,7 +16,7 @@ import copy
 from typing import Any
 
 from dtckpt.errors import TreeError, capped
-from dtckpt.format.client_values import ClientValues
+from dtckpt.format.containers import ClientValues
 
 _MAX_SEED = 1 << 63
 

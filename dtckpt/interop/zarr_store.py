@@ -17,14 +17,14 @@ import numpy as np
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.saving.chunk_grid import choose_grid
 from dtckpt.errors import CheckpointConflictError, ConfigError
 from dtckpt.format.digest import as_bytes
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.names import array_paths
-from dtckpt.format.zarr_hierarchy import ArrayChunk, PlainArray, ZarrHierarchy
+from dtckpt.format.zarr_documents import ArrayChunk, PlainArray, ZarrHierarchy
 from dtckpt.interop.zarr_data_types import register_data_types
 from dtckpt.layout.region import Region
 from dtckpt.storage.location import Location

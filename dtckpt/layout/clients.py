@@ -80,7 +80,7 @@ def device_name() -> str:
 
 
 def configure_virtual_devices(device_type: str, count: int) -> None:
-    """Set the number of this client's devices of a kind; virtual GPUs may share a card.
+    """Set the number of this client's devices of a kind; several virtual GPUs may share one physical GPU.
 
     Args:
         device_type: ``CPU``, ``GPU`` or ``TPU``, in any case.
@@ -110,7 +110,7 @@ def virtual_devices(**counts: int) -> Iterator[None]:
 def num_local_devices(device_type: str) -> int:
     """Return the number of this client's devices of a kind.
 
-    That is the number that `configure_virtual_devices` has set, else one CPU, the client's share of the cards, no TPU.
+    That is the number that `configure_virtual_devices` has set, else one CPU, the client's share of the GPUs, no TPU.
     An unknown kind has no devices, as in TensorFlow.
     """
     if isinstance(device_type, str) and device_type.upper() not in DEVICE_KINDS:
@@ -150,22 +150,22 @@ def device_kind_of(device_type: str) -> str:
 def local_device_indices(kind: str, client: int, config: Config) -> range:
     """Return the indices of a client's devices of a kind.
 
-    All clients that torchrun starts on one machine see all its cards, so each takes an equal share of consecutive
-    cards. With one card per client that is card ``LOCAL_RANK``. With fewer cards than clients, all clients use all.
+    All clients that torchrun starts on one machine see all its GPUs, so each takes an equal share of consecutive
+    GPUs. With one GPU per client that is GPU ``LOCAL_RANK``. With fewer GPUs than clients, all clients use all.
     """
     if kind in _virtual_devices:
         return range(_virtual_devices[kind])
     if kind != "GPU":
         return range(1 if kind == "CPU" else 0)
-    cards, clients = _num_cards(), config.local_world_size
-    if cards < clients or clients == 1:
-        return range(cards)
-    share = cards // clients
+    gpus, clients = _num_gpus(), config.local_world_size
+    if gpus < clients or clients == 1:
+        return range(gpus)
+    share = gpus // clients
     first = client % clients * share
     return range(first, first + share)
 
 
-def _num_cards() -> int:
+def _num_gpus() -> int:
     import torch  # here, because meshes and layouts of CPU devices work without torch, whose import takes seconds
 
     return torch.cuda.device_count()

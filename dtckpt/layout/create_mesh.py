@@ -82,7 +82,7 @@ def create_distributed_mesh(
     else:
         own = _devices_of(client, device_type, config)
         kind = own[0].device_type or ""
-        # Clients that share a machine's cards have different indices. Then the mesh must name all devices, because it
+        # Clients that share a machine's GPUs have different indices. Then the mesh must name all devices, because it
         # cannot derive another client's names from this client's.
         if len({local_device_indices(kind, peer, config) for peer in range(config.local_world_size)}) > 1:
             all_devices = [device for peer in range(count) for device in _devices_of(peer, device_type, config)]

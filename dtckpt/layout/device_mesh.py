@@ -1,26 +1,36 @@
-"""PyTorch's way to make a `Mesh`: `init_device_mesh` and `DeviceMesh` over ranks (clients with one device each)."""
+"""PyTorch's meshes: `init_device_mesh` and `DeviceMesh` make a `Mesh` over ranks (clients with one device each).
+
+`mesh_of`, `adopt` and `device_mesh_of` convert between PyTorch's own ``DeviceMesh`` and `Mesh`; the process groups are
+shared.
+"""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as PyTorchMesh
 
 from dtckpt.comm import process_groups
 from dtckpt.comm.rendezvous import init_process_group
+from dtckpt.comm.torch_private import root_mesh_of
 from dtckpt.config import Config
 from dtckpt.errors import ConfigError, CoordinationError, MeshError, MeshTypeError, capped
 from dtckpt.layout.clients import job_name
-from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.mesh import Mesh, get_default_mesh
 from dtckpt.layout.mesh_validation import parse_backend_override
 
 KINDS = {"cpu": "CPU", "cuda": "GPU"}
 """Device kinds of meshes by PyTorch's device types."""
+
+MeshLike = Mesh | PyTorchMesh
+"""A mesh, of this library or of PyTorch."""
 
 BackendOverride = Mapping[int | str, Any] | Sequence[Any]
 """By axis, by position, or in order of the axes: a backend's name, its options, or a pair of both, as in PyTorch."""
@@ -152,10 +162,10 @@ def mesh_of_ranks(device_type: str, ranks: npt.NDArray[np.integer[Any]], names: 
         names: Names of the axes.
     """
     kind, job, own = KINDS[device_type], job_name(), _own_rank()
-    card_of = _card_function()
+    gpu_of = _gpu_function()
     flat: list[int] = ranks.ravel().tolist()
     devices = [
-        f"/job:{job}/replica:0/task:{rank}/device:{kind}:{card_of(rank) if kind == 'GPU' else 0}" for rank in flat
+        f"/job:{job}/replica:0/task:{rank}/device:{kind}:{gpu_of(rank) if kind == 'GPU' else 0}" for rank in flat
     ]
     mine = [offset for offset, rank in enumerate(flat) if rank == own]
     ids = np.arange(len(flat)).reshape(ranks.shape)
@@ -193,7 +203,7 @@ def _make_mesh(
         )
     mesh = mesh_of_ranks(device_type, ranks, names)
     mesh.backends.update(backends)
-    _choose_card(mesh)
+    _choose_gpu(mesh)
     return mesh
 
 
@@ -256,22 +266,150 @@ def _world_size(device_type: str) -> int:
     return dist.get_world_size()
 
 
-def _card_function() -> Callable[[int], int]:
-    """Return the function from ranks to indices of cards; `create_distributed_mesh` chooses the same cards."""
-    config, num_cards = Config.from_environ(), torch.cuda.device_count()
+def _gpu_function() -> Callable[[int], int]:
+    """Return the function from ranks to indices of GPUs; `create_distributed_mesh` chooses the same GPUs."""
+    config, num_gpus = Config.from_environ(), torch.cuda.device_count()
     is_local_size_set = config.is_torchrun and config.local_world_size_text is not None
-    local_size = config.local_world_size if is_local_size_set else max(num_cards, 1)
-    share = max(num_cards // local_size, 1)
-    return lambda rank: rank % local_size * share % max(num_cards, 1)
+    local_size = config.local_world_size if is_local_size_set else max(num_gpus, 1)
+    share = max(num_gpus // local_size, 1)
+    return lambda rank: rank % local_size * share % max(num_gpus, 1)
 
 
-def _choose_card(mesh: Mesh) -> None:
-    """Make this client's card the current one, as PyTorch does, unless the program has chosen one already."""
+def _choose_gpu(mesh: Mesh) -> None:
+    """Make this client's GPU the current one, as PyTorch does, unless the program has chosen one already."""
     own = mesh.local_devices()
-    if mesh.device_type == "cuda" and own and torch.cuda.is_available() and not _has_chosen_card():
+    if mesh.device_type == "cuda" and own and torch.cuda.is_available() and not _has_chosen_gpu():
         torch.cuda.set_device(int(own[0].rpartition(":")[2]))
 
 
-def _has_chosen_card() -> bool:
+def _has_chosen_gpu() -> bool:
     is_initialized: Callable[[], bool] = torch.cuda.is_initialized
     return is_initialized()
+
+
+# --- conversion from and to PyTorch's class --------------------------------------------------------------------------
+
+_converted: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Mesh]] = WeakKeyDictionary()
+"""By PyTorch mesh: what else the result of `mesh_of` depends on, and the result."""
+_adopted: tuple[Any, dict[Mesh, Any]] = None, {}
+"""The default process group; and by mesh, the PyTorch mesh whose groups it has, the first that there was."""
+
+
+def mesh_of(device_mesh: Any) -> Mesh:
+    """Return the `Mesh` of a PyTorch ``DeviceMesh``, whose ranks become clients with one device each.
+
+    Device ids count the devices in row-major order; a device's name tells which client owns it. Axes without names are
+    called ``dim_0``, ``dim_1`` and so on. A slice of a mesh knows its root (`Mesh.root_offsets`).
+
+    Raises:
+        MeshError: The value is no ``DeviceMesh``, or its device type is neither ``cpu`` nor ``cuda``.
+    """
+    _require_device_mesh(device_mesh)
+    root = root_mesh_of(device_mesh)
+    # A model has thousands of tensors on one mesh. Equal meshes may be slices of different roots.
+    key = process_groups.rank(), job_name(), None if root is device_mesh else root
+    kept = _converted.get(device_mesh)
+    if kept is not None and kept[0] == key:
+        return kept[1]
+    mesh = _convert(device_mesh)
+    if root is not device_mesh:
+        offset_of = {rank: offset for offset, rank in enumerate(root.mesh.flatten().tolist())}
+        offsets = [offset_of[rank] for rank in device_mesh.mesh.flatten().tolist()]
+        # Written past the frozen dataclass, as slices of a `Mesh` have it.
+        vars(mesh)["root_offsets"] = mesh_of(root), offsets
+    _converted[device_mesh] = key, mesh
+    return mesh
+
+
+def _convert(device_mesh: Any) -> Mesh:
+    if device_mesh.device_type not in KINDS:
+        raise MeshError(f"mesh: got a DeviceMesh on {device_mesh.device_type}, expected one of {', '.join(KINDS)}")
+    ranks = device_mesh.mesh.cpu().numpy()
+    names = device_mesh.mesh_dim_names or tuple(f"dim_{axis}" for axis in range(ranks.ndim))
+    return mesh_of_ranks(device_mesh.device_type, ranks, names)
+
+
+def adopt(device_mesh: Any) -> Mesh:
+    """Return `mesh_of`, and have `Mesh.get_group` return the groups of the PyTorch mesh.
+
+    Collective: All clients of the mesh call it, though nothing is sent. A mesh is converted once for each default
+    process group.
+    """
+    mesh = mesh_of(device_mesh)
+    if mesh.is_remote() or not getattr(device_mesh, "_dim_group_names", None):  # a mesh may have no groups
+        return mesh
+    adopted = _adopted_meshes()
+    if mesh not in adopted:
+        for group in device_mesh.get_all_groups():
+            process_groups.register_group(group, mesh.device_type)
+        adopted[mesh] = device_mesh
+    return mesh
+
+
+def _adopted_meshes() -> dict[Mesh, Any]:
+    """Return the adopted meshes of the present default group, and drop those of an earlier one.
+
+    A PyTorch mesh refers to its groups. In a dictionary with groups as weak keys it would keep its own key alive, and
+    each group has threads.
+    """
+    global _adopted  # noqa: PLW0603  (as the default group is)
+    if _adopted[0] is not dist.group.WORLD:
+        _adopted = dist.group.WORLD, {}
+    return _adopted[1]
+
+
+def _require_device_mesh(value: object) -> None:
+    if not isinstance(value, PyTorchMesh):
+        raise MeshTypeError(f"mesh: got {type(value).__name__}, expected Mesh or a DeviceMesh of PyTorch")
+
+
+def device_mesh_of(mesh: Mesh) -> Any:
+    """Return the PyTorch ``DeviceMesh`` of a mesh, with the same process groups; every client owns one device.
+
+    It is the mesh that `adopt` converted, if it was one, or else a new one, which is kept for the next call.
+
+    Collective: As `Mesh.get_all_groups`. A client without a device in the mesh does not communicate, and gets a mesh
+    without groups.
+
+    Raises:
+        MeshError: A client owns several devices, or there is no grid of devices.
+        CoordinationError: No default process group spans the clients.
+    """
+    if not mesh.device_ids or mesh.num_clients != mesh.size():
+        raise MeshError(
+            f"PyTorch mesh: got {mesh.size()} devices of {mesh.num_clients} clients, expected one device per client"
+        )
+    if mesh.is_remote():
+        remote = PyTorchMesh(mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names, _init_backend=False)
+        remote._dim_group_names = []
+        return remote
+    groups = mesh.get_all_groups()
+    adopted = _adopted_meshes()
+    if mesh not in adopted:
+        adopted[mesh] = PyTorchMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=mesh.mesh_dim_names)
+    return adopted[mesh]
+
+
+def as_mesh(mesh: MeshLike) -> Mesh:
+    """Return a mesh as it is, and the `Mesh` of a PyTorch ``DeviceMesh``.
+
+    Raises:
+        MeshTypeError: The argument is neither.
+    """
+    return mesh if isinstance(mesh, Mesh) else adopt(mesh)
+
+
+def require_mesh(device_mesh: MeshLike | None) -> Mesh:
+    """Return a mesh as a `Mesh`; for None, the default mesh: that of the innermost ``with mesh:`` block.
+
+    Args:
+        device_mesh: A `Mesh`, PyTorch's ``DeviceMesh``, or None.
+
+    Raises:
+        MeshError: There is no default mesh.
+        MeshTypeError: The argument is no mesh.
+    """
+    mesh = get_default_mesh() if device_mesh is None else as_mesh(device_mesh)
+    if mesh is None:
+        raise MeshError("no mesh was given and none is active; pass device_mesh, or use run_on(mesh)")
+    return mesh

@@ -6,10 +6,10 @@ import enum
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,6 @@ from dtckpt._proto import layout_pb2
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout import text_format
 from dtckpt.layout.mesh import Mesh
-from dtckpt.layout.notebook_pictures import Drawn
 from dtckpt.layout.placement import Partial, Placement, Replicate, Shard, _StridedShard, placement_of
 from dtckpt.layout.region import Region
 from dtckpt.layout.text_format import Spec
@@ -42,7 +41,7 @@ class LayoutType(enum.Enum):
 
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class Layout(Drawn):
+class Layout:
     """How a tensor lies on a mesh: one sharding spec per tensor dim, and pending reductions along mesh axes.
 
     Immutable. A dim split by the axes ``("tp", "dp")`` is split by ``tp`` first, and then every piece by ``dp``. An
@@ -69,6 +68,8 @@ class Layout(Drawn):
     _mesh: Mesh
     _partial: tuple[tuple[str, str], ...]
     _type: LayoutType | None
+    _repr_svg_: ClassVar[Callable[[Layout], str | None]]
+    """Draws it in notebooks; `dtckpt.pictures.notebook` sets it."""
 
     def __init__(self, sharding_specs: Sequence[Spec], mesh: Mesh, partial: Mapping[str, str] | None = None) -> None:
         if not isinstance(mesh, Mesh):

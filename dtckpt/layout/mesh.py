@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +16,17 @@ import numpy.typing as npt
 from dtckpt._proto import layout_pb2
 from dtckpt.config import Config
 from dtckpt.errors import AxisNotFoundError, MeshError, MeshTypeError
-from dtckpt.layout import default_mesh, mesh_validation, submesh, text_format
+from dtckpt.layout import mesh_validation, submesh, text_format
 from dtckpt.layout.device_names import DeviceSpec, full_name, kind_of, task_of
-from dtckpt.layout.device_offsets import DeviceOffsets, unravel
-from dtckpt.layout.mesh_validation import RESERVED_NAMES, dims_of, ids_of, tuple_of
-from dtckpt.layout.notebook_pictures import Drawn
-from dtckpt.layout.torch_callers import validate_caller
+from dtckpt.layout.mesh_validation import (
+    RESERVED_NAMES,
+    DeviceOffsets,
+    dims_of,
+    ids_of,
+    tuple_of,
+    unravel,
+    validate_caller,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -30,9 +36,12 @@ __all__ = ["RESERVED_NAMES", "Mesh"]
 
 _TORCH_TYPES = {"GPU": "cuda"}
 
+_blocks: ContextVar[tuple[Mesh, ...]] = ContextVar("dtckpt_default_mesh", default=())
+"""Meshes of the open ``with mesh:`` and `run_on` blocks, the innermost last."""
+
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
-class Mesh(Drawn):
+class Mesh:
     """An n-d grid of devices with named axes, seen from one client.
 
     Immutable. Two meshes are equal if axes, device ids, devices and name are equal; the client that sees a mesh makes
@@ -53,6 +62,8 @@ class Mesh(Drawn):
     """
 
     _record: text_format.MeshRecord
+    _repr_svg_: ClassVar[Callable[[Mesh], str | None]]
+    """Draws it in notebooks; `dtckpt.pictures.notebook` sets it."""
 
     def __init__(  # noqa: PLR0917  (positions are TensorFlow's)
         self,
@@ -115,9 +126,9 @@ class Mesh(Drawn):
         Collective: All clients of the mesh call it, though nothing is sent.
         """
         # Here, because that module imports torch, which meshes do without, and this module.
-        from dtckpt.layout import torch_device_mesh
+        from dtckpt.layout.device_mesh import adopt
 
-        return torch_device_mesh.adopt(device_mesh)
+        return adopt(device_mesh)
 
     @staticmethod
     def from_group(group: Any, device_type: str, mesh: Any = None, *, mesh_dim_names: Any = None) -> Mesh:
@@ -131,9 +142,9 @@ class Mesh(Drawn):
 
         Collective: As `get_all_groups`.
         """
-        from dtckpt.layout import torch_device_mesh  # here for the reasons in `from_device_mesh`
+        from dtckpt.layout.device_mesh import device_mesh_of  # here for the reasons in `from_device_mesh`
 
-        return torch_device_mesh.device_mesh_of(self)
+        return device_mesh_of(self)
 
     def to_string(self) -> str:
         """Return the text form.
@@ -204,11 +215,11 @@ class Mesh(Drawn):
 
     def __enter__(self) -> Mesh:
         """Make this the default mesh for the body of a with statement, as `run_on` does."""
-        default_mesh.push(self)
+        _blocks.set((*_blocks.get(), self))
         return self
 
     def __exit__(self, *_: object) -> None:
-        default_mesh.pop()
+        _blocks.set(_blocks.get()[:-1])
 
     # --- axes ---------------------------------------------------------------------------------------------------------
 
@@ -592,3 +603,8 @@ def mesh_of_bytes(data: bytes, origins: dict[str, tuple[str, ...]]) -> Mesh:
     mesh = Mesh.from_proto(layout_pb2.MeshProto.FromString(data))
     vars(mesh)["origins"] = origins
     return mesh
+
+
+def get_default_mesh() -> Mesh | None:
+    """Return the default mesh: that of the innermost ``with mesh:`` or `run_on` block, or None outside of any."""
+    return next(reversed(_blocks.get()), None)

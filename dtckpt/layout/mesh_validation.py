@@ -1,22 +1,24 @@
-"""Validation of the fields of a mesh, and the fields of meshes that are derived from another mesh.
+"""Validation of the fields of a mesh and of its callers, and the fields of meshes that are derived from another mesh.
 
-All functions work on `text_format.MeshRecord`, the plain fields of a mesh, and on arguments of `Mesh`'s methods.
+The functions work on `text_format.MeshRecord`, the plain fields of a mesh, and on arguments of `Mesh`'s methods.
 """
 
 from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dtckpt.errors import MeshError, MeshTypeError, capped
 from dtckpt.layout import text_format
 from dtckpt.layout.device_names import DEVICE_KINDS, DeviceSpec, kind_of, task_of, with_task
-from dtckpt.layout.device_offsets import DeviceOffsets
 
 RESERVED_NAMES = ("unsharded", "match", "any", "scalar")
 """Words of the text form; they cannot be names of axes."""
@@ -316,3 +318,86 @@ def _record_of_offsets(
         local_device_ids=tuple(map(picked.index, mine)),
         global_devices=tuple(devices[offset] for offset in picked),
     )
+
+
+# --- offsets of devices in row-major order ---------------------------------------------------------------------------
+
+
+def unravel(offset: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the position along every axis of the device at a row-major offset in a mesh of this shape."""
+    coordinate: list[int] = []
+    for size in reversed(shape):
+        offset, index = divmod(offset, size)
+        coordinate.append(index)
+    return tuple(reversed(coordinate))
+
+
+class DeviceOffsets:
+    """The row-major offsets of devices by their ids, which mostly count up by one.
+
+    Args:
+        ids: The ids in row-major order, each once.
+    """
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = ids
+
+    @cached_property
+    def are_consecutive(self) -> bool:
+        """Whether the ids count up by one."""
+        return not self._ids or tuple(self._ids) == tuple(range(self._ids[0], self._ids[0] + len(self._ids)))
+
+    @cached_property
+    def lowest(self) -> int:
+        """The lowest id; there must be one."""
+        return min(self._ids)
+
+    @cached_property
+    def _by_id(self) -> dict[int, int]:
+        return {device_id: offset for offset, device_id in enumerate(self._ids)}
+
+    @cached_property
+    def _ascending(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The ids in ascending order, and their offsets."""
+        ids = np.array(self._ids, dtype=np.int64)
+        order = ids.argsort()
+        return ids[order], order
+
+    def of(self, device_id: int) -> int | None:
+        """Return the offset of a device, None if there is no such id."""
+        if not self.are_consecutive:
+            return self._by_id.get(operator.index(device_id))
+        offset = operator.index(device_id) - self._ids[0] if self._ids else -1
+        return offset if 0 <= offset < len(self._ids) else None
+
+    def of_all(self, device_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the offsets of an array of ids, all of which exist, in its shape."""
+        if self.are_consecutive:
+            return device_ids - self._ids[0]
+        ids, offsets = self._ascending
+        return offsets[ids.searchsorted(device_ids)]
+
+
+# --- callers ---------------------------------------------------------------------------------------------------------
+
+# FSDP, PyTorch's DTensors and tensor parallelism need a mesh of PyTorch's own class. They accept any mesh at first, and
+# fail later, in the middle of a step. So a mesh checks its caller when it is asked for something that they need.
+_PARTS = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed._composable")
+
+
+def validate_caller(what: str, depth: int = 2) -> None:
+    """Check that none of these parts of PyTorch calls.
+
+    Args:
+        what: The name that is asked for.
+        depth: How many calls lie between the caller in question and this function.
+
+    Raises:
+        MeshTypeError: One of them does.
+    """
+    caller = str(sys._getframe(depth).f_globals.get("__name__"))
+    if caller.startswith(_PARTS):
+        raise MeshTypeError(
+            f"{caller} asks for {what} of a mesh of dtckpt, and works with a DeviceMesh of PyTorch only; pass "
+            "mesh.to_device_mesh(), or use dtckpt.dtensor, which takes both"
+        )

@@ -4,6 +4,11 @@ The functions convert between text or proto and plain records. They do not valid
 know what a valid mesh or layout is. Texts and bytes equal TensorFlow's for everything that TensorFlow can express.
 There are two extensions: a dim split by several axes is written ``x+y``, and pending reductions are written
 ``partial:y=sum,`` between the specs and the mesh.
+
+TensorFlow's ``shape_and_slices`` strings say that a tensor is a slice of a larger one (`parse_slice_spec`). For example
+``"4 5 0,2:-"`` is the slice ``[0:2, :]`` of a tensor of shape (4, 5). The form is that of TensorFlow's ``SaveV2``: the
+dims of the larger tensor, then ``start,length`` or ``-`` (all) per dim, joined by colons. The empty string stands for
+the whole tensor.
 """
 
 from __future__ import annotations
@@ -16,8 +21,9 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from dtckpt._proto import layout_pb2
-from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, MeshTypeError
+from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, MeshTypeError, SliceError
 from dtckpt.layout.device_names import full_name
+from dtckpt.layout.region import Region
 
 Spec = str | tuple[str, ...]
 """How one tensor dim is split: a mesh axis, axes in order (major first), ``"unsharded"`` or ``"match"``."""
@@ -348,3 +354,65 @@ def layout_from_bytes(data: bytes) -> LayoutRecord:
 def _unknown_fields(*messages: Message) -> list[int]:
     unknown = map(UnknownFieldSet, messages)
     return [fields[index].field_number for fields in unknown for index in range(len(fields))]
+
+
+@dataclass(frozen=True, slots=True)
+class SliceSpec:
+    """A slice: the shape of the larger tensor, and the region of it that the tensor fills."""
+
+    full_shape: tuple[int, ...]
+    region: Region
+
+    def __str__(self) -> str:
+        if self.region == Region.full(self.full_shape):
+            return ""
+        parts = (
+            "-" if (start, length) == (0, size) else f"{start},{length}"
+            for start, length, size in zip(self.region.offset, self.region.shape, self.full_shape, strict=True)
+        )
+        return " ".join([*map(str, self.full_shape), ":".join(parts)])
+
+
+def parse_slice_spec(text: str, shape: Sequence[int]) -> SliceSpec:
+    """Parse the slice string of a tensor of global shape ``shape``.
+
+    Raises:
+        SliceError: The text is malformed, lies outside the full shape, or does not have the tensor's shape.
+    """
+    shape = tuple(shape)
+    if not isinstance(text, str):
+        raise SliceError(f"shape_and_slices entries must be str; got {type(text).__name__}")
+    if not text:
+        return SliceSpec(shape, Region.full(shape))
+    *dims, slices = text.split(" ")
+    try:
+        full = tuple(_number(dim) for dim in dims)
+        parts = slices.split(":") if slices else []
+        if len(parts) != len(full):
+            raise ValueError(f"{len(full)} dims and {len(parts)} slices")
+        bounds = [(0, size) if part == "-" else _bounds(part) for part, size in zip(parts, full, strict=True)]
+    except ValueError as error:
+        raise SliceError(
+            f"cannot read slice string {text!r}: {error}; expected the dims, then 'start,length' or '-' per dim "
+            "joined by ':', as in '4 5 0,2:-'"
+        ) from None
+    for dim, ((start, length), size) in enumerate(zip(bounds, full, strict=True)):
+        if start + length > size:
+            raise SliceError(f"slice string {text!r} leaves dim {dim}; got [{start}, {start + length}), size {size}")
+    region = Region(tuple(start for start, _ in bounds), tuple(length for _, length in bounds))
+    if region.shape != shape:
+        raise SliceError(f"slice string {text!r} does not fit its tensor; got shape {shape}, expected {region.shape}")
+    return SliceSpec(full, region)
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{text!r} is not a number of elements")
+    return int(text)
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    start, comma, length = text.partition(",")
+    if not comma:
+        raise ValueError(f"{text!r} has no comma")
+    return _number(start), _number(length)

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from dtckpt.comm.collectives import neutral_term
-from dtckpt.comm.cuda_streams import SideStreams
 from dtckpt.comm.point_to_point import END_OF_TAGS, ensure_progress
 from dtckpt.comm.process_groups import is_fake, message_memory, validate_connected
+from dtckpt.comm.torch_device import SideStreams
 from dtckpt.errors import DtckptError, LayoutError
 from dtckpt.layout.layout import MATCH, Layout
 from dtckpt.layout.mesh import Mesh

@@ -37,17 +37,17 @@ from types import MappingProxyType
 from dtckpt.comm.background_threads import begin
 from dtckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from dtckpt.format import json_facts
-from dtckpt.format.dcp_metadata import METADATA_NAME
 from dtckpt.format.manifest import MANIFEST_NAME
+from dtckpt.format.names import DCP_METADATA_NAME
 from dtckpt.storage.failures import taken_over_error, translate_errors
 from dtckpt.storage.folder import ObjectFolder
-from dtckpt.storage.location import Url
+from dtckpt.storage.url import Url
 
 logger = logging.getLogger("dtckpt.storage")
 
 REGISTER_FOLDER = ".dtckpt"
 """The folder of the registers, beside the checkpoints; a register has its checkpoint's name."""
-MARKER_NAMES = (METADATA_NAME,)
+MARKER_NAMES = (DCP_METADATA_NAME,)
 """Files at a target itself by which other programs find a checkpoint there."""
 COMMITTED, GIVEN_UP = b"committed", b"given up"
 RENEW_S = 60.0

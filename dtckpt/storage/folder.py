@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
-from dtckpt.storage import s3_gcs_folder
-from dtckpt.storage.location import Url
+from dtckpt.storage.url import Url
 
 
 class Folder(Protocol):
@@ -112,9 +111,11 @@ def open_folder(url: Url) -> ObjectFolder:
     Raises:
         ConfigError: No back end has this scheme, or the URL names no bucket.
     """
+    # Imported here: the back ends import this module, and fsspec is slow to import.
+    from dtckpt.storage import s3_gcs_folder
+
     if url.scheme in s3_gcs_folder.SCHEMES:
         return s3_gcs_folder.open_bucket_folder(url)
-    # Imported here: fsspec is slow to import, and most jobs do without it.
     from dtckpt.storage.fsspec_folder import open_fsspec_folder
 
     return open_fsspec_folder(str(url))

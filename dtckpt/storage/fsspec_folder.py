@@ -16,8 +16,10 @@ from typing import Any, Self, TypeVar
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+from typing_extensions import override
 
 from dtckpt.errors import ConfigError
+from dtckpt.storage.folder import ObjectFolder
 from dtckpt.storage.regular_files import regular_nbytes, too_long_error
 
 NUM_THREADS = 16
@@ -69,7 +71,7 @@ def open_fsspec_folder(url: str) -> FsspecFolder:
     return FsspecFolder(fs, path.rstrip("/"), url)
 
 
-class FsspecFolder:
+class FsspecFolder(ObjectFolder):
     """A folder of an fsspec file system.
 
     Whether `create` is one step depends on the file system: those of object stores and of memory leave the choice to
@@ -92,18 +94,19 @@ class FsspecFolder:
     def __truediv__(self, name: str) -> Self:
         return type(self)(self._fs, f"{self._path}/{name}", f"{self._where}/{name}")
 
+    @override
     def make(self) -> None:
-        """As `Folder.make`: a write makes the folders that it needs."""
+        """A write makes the folders that it needs."""
 
+    @override
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """As `Folder.read`."""
         path = self._regular(name)
         if (start, stop) == (0, None):
             return bytes(_retry(lambda: self._fs.cat_file(path)))
         return bytes(_retry(lambda: self._fs.cat_file(path, start=start, end=stop)))
 
+    @override
     def read_whole(self, name: str, most: int) -> bytes:
-        """As `Folder.read_whole`."""
         nbytes = self._nbytes(name)
         # Where the file system does not tell sizes, one byte more is asked for.
         data = self.read(name, 0, most + 1) if nbytes is None or nbytes <= most else b""
@@ -111,8 +114,8 @@ class FsspecFolder:
             raise too_long_error(name, most)
         return data
 
+    @override
     def find_short_file(self, sizes: Mapping[str, int]) -> str | None:
-        """As `Folder.find_short_file`."""
         with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="dtckpt-sizes") as pool:
             files = zip(sizes.items(), pool.map(self._nbytes, sizes), strict=True)
             return next((name for (name, least), nbytes in files if nbytes is not None and nbytes < least), None)
@@ -133,24 +136,26 @@ class FsspecFolder:
             regular_nbytes(path)
         return path
 
+    @override
     def write(self, name: str, data: bytes) -> None:
-        """As `Folder.write`."""
         self._write(name, data, mode="overwrite")
 
     replace = write  # object stores show no half of an object
 
+    @override
     def sync(self, names: Iterable[str]) -> None:
-        """As `Folder.sync`: a write is as durable as the file system makes it."""
+        """A write is as durable as the file system makes it."""
 
+    @override
     def settle(self, names: Iterable[str]) -> None:
-        """As `Folder.settle`: there is nothing to be done."""
+        """There is nothing to be done."""
 
-    def early_sync(self, folder: str) -> AbstractContextManager[None]:  # noqa: ARG002  (nothing can be done)
-        """As `Folder.early_sync`."""
+    @override
+    def early_sync(self, folder: str) -> AbstractContextManager[None]:  # nothing can be done
         return nullcontext()
 
+    @override
     def create(self, name: str, data: bytes) -> bool:
-        """As `ObjectFolder.create`."""
         try:
             self._write(name, data, mode="create")
         except FileExistsError:
@@ -169,8 +174,8 @@ class FsspecFolder:
 
         _retry(write)
 
+    @override
     def names(self, prefix: str = "") -> list[str]:
-        """As `Folder.names`."""
         # The last part of a prefix may be the start of a name, so fsspec looks in the folder before it.
         folder = f"{self._path}/{prefix}".rpartition("/")[0]
         try:
@@ -179,18 +184,18 @@ class FsspecFolder:
             return []
         return sorted(name for name in names if name.startswith(prefix))
 
+    @override
     def remove(self, names: Iterable[str]) -> None:
-        """As `Folder.remove`."""
         for name in names:
             path = f"{self._path}/{name}"
             with suppress(FileNotFoundError):
                 _retry(lambda path=path: self._fs.rm_file(path))  # type: ignore[misc]
 
+    @override
     def clear(self) -> None:
-        """As `ObjectFolder.clear`."""
         with suppress(FileNotFoundError):
             _retry(lambda: self._fs.rm(self._path, recursive=True))
 
-    def kvstore(self, *, to_write: bool = False) -> None:  # noqa: ARG002  (TensorStore does not reach it)
-        """As `Folder.kvstore`."""
+    @override
+    def kvstore(self, *, to_write: bool = False) -> None:  # TensorStore does not reach it
         return

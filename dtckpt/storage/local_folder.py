@@ -26,7 +26,10 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
+from typing_extensions import override
+
 from dtckpt.storage import fsync
+from dtckpt.storage.folder import Folder
 from dtckpt.storage.regular_files import open_regular, regular_nbytes, too_long_error
 
 NO_REPLACE = 1
@@ -45,7 +48,7 @@ _NUM_TRIES = 8
 """How often a file is created anew if others create it, too."""
 
 
-class LocalFolder:
+class LocalFolder(Folder):
     """A directory.
 
     Args:
@@ -95,16 +98,16 @@ class LocalFolder:
 
     # --- reading ------------------------------------------------------------------------------------------------
 
+    @override
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """As `Folder.read`."""
         descriptor, nbytes = open_regular(f"{self.path}/{name}")
         with open(descriptor, "rb") as file:
             # The size bounds the read: Python allocates as many bytes as it is asked for, however short the file is.
             file.seek(start)
             return file.read(max(0, (nbytes if stop is None else min(stop, nbytes)) - start))
 
+    @override
     def read_whole(self, name: str, most: int) -> bytes:
-        """As `Folder.read_whole`."""
         descriptor, nbytes = open_regular(f"{self.path}/{name}")
         with open(descriptor, "rb") as file:
             # The size of the open file: a save may have replaced the one at this path.
@@ -112,8 +115,8 @@ class LocalFolder:
                 raise too_long_error(name, most)
             return file.read(nbytes)
 
+    @override
     def find_short_file(self, sizes: Mapping[str, int]) -> str | None:
-        """As `Folder.find_short_file`."""
         # -1 is less than any size, so a missing file is a short one, even where it may be empty.
         return next((name for name, least in sizes.items() if self._nbytes(name) < least), None)
 
@@ -124,8 +127,9 @@ class LocalFolder:
         except FileNotFoundError:
             return -1
 
+    @override
     def names(self, prefix: str = "") -> list[str]:
-        """As `Folder.names`, but only of the entries of this very directory."""
+        """Return the names of entries of this very directory that begin with ``prefix``, sorted."""
         return sorted(entry.name for entry in self.path.iterdir() if entry.name.startswith(prefix))
 
     # --- writing ------------------------------------------------------------------------------------------------
@@ -173,7 +177,11 @@ class LocalFolder:
             return os.open(last, _NEW_FILE, 0o666, dir_fd=folder)
 
     def create(self, name: str, data: bytes) -> bool:
-        """As `ObjectFolder.create`. Raises: OSError: The file system has no hard links."""
+        """Write a whole file if there is none of that name yet; return whether there was none.
+
+        Raises:
+            OSError: The file system has no hard links.
+        """
         with self._draft(name, data) as (folder, draft, last):
             try:
                 os.link(draft, last, src_dir_fd=folder, dst_dir_fd=folder)
@@ -181,13 +189,15 @@ class LocalFolder:
                 return False
             return True
 
+    @override
     def write(self, name: str, data: bytes) -> None:
-        """As `Folder.write`. Whatever has the name is removed first."""
+        """Write a whole file; whatever has the name is removed first."""
         with self._entry(name) as (folder, last):
             _fill(_new_file(last, folder), data)
 
+    @override
     def replace(self, name: str, data: bytes) -> None:
-        """As `Folder.replace`. A process that dies meanwhile may leave a draft; see `remove_drafts`."""
+        """Write a draft, and rename it; a process that dies meanwhile may leave the draft. See `remove_drafts`."""
         with self._draft(name, data) as (folder, draft, last):
             os.rename(draft, last, src_dir_fd=folder, dst_dir_fd=folder)
 
@@ -232,33 +242,36 @@ class LocalFolder:
             raise _kind_error(errno.EMLINK, name, "is no regular file, or has other names")
         return descriptor
 
+    @override
     def sync(self, names: Iterable[str]) -> None:
-        """As `Folder.sync`; the name of a directory stands for the names in it."""
+        """Wait until the files survive a power loss; the name of a directory stands for the names in it."""
         fsync.sync_all(self.path / name for name in names)
 
+    @override
     def settle(self, names: Iterable[str]) -> None:
-        """As `Folder.settle`."""
         fsync.settle(self.path / name for name in names)
 
+    @override
     def early_sync(self, folder: str) -> AbstractContextManager[None]:
-        """As `Folder.early_sync`."""
         return fsync.early_writeback(self.path / folder)
 
+    @override
     def kvstore(self, *, to_write: bool = False) -> dict[str, Any]:
-        """As `Folder.kvstore`. TensorStore reads fast only from memory-mapped files."""
+        """Return the specification; TensorStore reads fast only from memory-mapped files."""
         mode: dict[str, Any] = {"file_io_sync": False} if to_write else {"file_io_mode": {"mode": "memmap"}}
         return {"driver": "file", "path": f"{self.path.absolute()}/", **mode}
 
     # --- removing -----------------------------------------------------------------------------------------------
 
+    @override
     def remove(self, names: Iterable[str]) -> None:
-        """As `Folder.remove`; this directory is removed too once it is empty."""
+        """Remove files, and this directory once it is empty."""
         self.remove_files(names)
         if not any(self.path.iterdir()):
             self.path.rmdir()
 
     def remove_files(self, names: Iterable[str]) -> None:
-        """As `Folder.remove`, but this directory stays."""
+        """Remove files; this directory stays."""
         for name in names:
             with self._entry(name) as (folder, last), suppress(FileNotFoundError):
                 os.unlink(last, dir_fd=folder)

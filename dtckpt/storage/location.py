@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
 from dtckpt.errors import CheckpointNotFoundError, ConfigError, ConfigTypeError
 from dtckpt.storage import commit_by_rename
+from dtckpt.storage.url import Url
 
 LOCAL_TYPES = frozenset(
     {
@@ -29,36 +29,6 @@ LOCAL_TYPES = frozenset(
 )
 """Types of file systems whose data is on this machine; every other type counts as a network file system."""
 _MOUNTS = Path("/proc/self/mounts")
-
-
-@dataclass(frozen=True, slots=True)
-class Url:
-    """The URL of a checkpoint that is on no file system of this host. It has the attributes of a `Path` used here.
-
-    Args:
-        scheme: The part before ``://``.
-        text: The part after ``://``, without a slash at the end. It is taken literally, percent signs too.
-    """
-
-    scheme: str
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.scheme}://{self.text}"
-
-    def __truediv__(self, name: str) -> Url:
-        return Url(self.scheme, f"{self.text}/{name}")
-
-    @property
-    def name(self) -> str:
-        """The last segment."""
-        return self.text.rpartition("/")[2]
-
-    @property
-    def parent(self) -> Url:
-        """The URL without its last segment."""
-        return Url(self.scheme, self.text.rpartition("/")[0])
-
 
 Location = Path | Url
 """The path or URL of a checkpoint, as `location_of` returns it."""

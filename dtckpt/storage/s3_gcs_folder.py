@@ -14,10 +14,13 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
+from typing_extensions import override
+
 from dtckpt.errors import ConfigError
-from dtckpt.storage.location import Url
+from dtckpt.storage.folder import ObjectFolder
 from dtckpt.storage.regular_files import too_long_error
 from dtckpt.storage.tensorstore_setup import open_context, tensorstore
+from dtckpt.storage.url import Url
 
 SILENCE_S = 60
 """Seconds without a byte to or from an object store after which TensorStore gives a request up, and repeats it
@@ -77,7 +80,7 @@ SCHEMES = {"s3": _s3_spec, "gs": _gcs_spec}
 """Schemes of URLs that TensorStore reaches: each makes TensorStore's specification of its store."""
 
 
-class BucketFolder:
+class BucketFolder(ObjectFolder):
     """A prefix of a bucket.
 
     Args:
@@ -98,11 +101,12 @@ class BucketFolder:
     def __truediv__(self, name: str) -> Self:
         return type(self)(self._spec, f"{self._path}/{name}".lstrip("/"), f"{self._where}/{name}")
 
+    @override
     def make(self) -> None:
-        """As `Folder.make`: a bucket has no folders to make."""
+        """A bucket has no folders to make."""
 
+    @override
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """As `Folder.read`."""
         part = {} if (start, stop) == (0, None) else {"byte_range": slice(start, stop)}
         try:
             result = self._open().read(name, **part).result()
@@ -119,14 +123,15 @@ class BucketFolder:
         """Start a read of bytes ``start`` to ``stop`` of a file; return TensorStore's future of it."""
         return self._open().read(name, byte_range=slice(start, stop))
 
+    @override
     def read_whole(self, name: str, most: int) -> bytes:
-        """As `Folder.read_whole`. TensorStore does not tell sizes, only whether a file has a byte at a position."""
+        """TensorStore does not tell sizes, only whether a file has a byte at a position."""
         if self.find_short_file({name: most + 1}) is None:
             raise too_long_error(name, most)
         return self.read(name)
 
+    @override
     def find_short_file(self, sizes: Mapping[str, int]) -> str | None:
-        """As `Folder.find_short_file`."""
         files = iter(sizes.items())
         while batch := list(itertools.islice(files, MAX_PROBES)):
             # A read of the last byte that a file must have tells whether the file is long enough.
@@ -140,24 +145,26 @@ class BucketFolder:
                     return name
         return None
 
+    @override
     def write(self, name: str, data: bytes) -> None:
-        """As `Folder.write`."""
         self._open().write(name, data).result()
 
     replace = write  # the store shows no half of an object
 
+    @override
     def sync(self, names: Iterable[str]) -> None:
-        """As `Folder.sync`: writes are durable."""
+        """Writes are durable."""
 
+    @override
     def settle(self, names: Iterable[str]) -> None:
-        """As `Folder.settle`: there is nothing to be done."""
+        """There is nothing to be done."""
 
-    def early_sync(self, folder: str) -> AbstractContextManager[None]:  # noqa: ARG002  (writes are durable)
-        """As `Folder.early_sync`."""
+    @override
+    def early_sync(self, folder: str) -> AbstractContextManager[None]:  # writes are durable
         return nullcontext()
 
+    @override
     def create(self, name: str, data: bytes) -> bool:
-        """As `ObjectFolder.create`."""
         # The condition of the write is that the file is still missing: a file that another one creates after this look
         # wins.
         current = self._open().read(name).result()
@@ -166,26 +173,26 @@ class BucketFolder:
         stamp = self._open().write(name, data, if_equal=current.stamp.generation).result()
         return bool(stamp.generation)  # empty where the condition failed, and nothing was written
 
+    @override
     def names(self, prefix: str = "") -> list[str]:
-        """As `Folder.names`."""
         # Names are text to Google's API, so the end of the range must be, too.
         after = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
         names = self._open().list(tensorstore().KvStore.KeyRange(prefix, after)).result()
         return sorted(name.decode() for name in names)
 
+    @override
     def remove(self, names: Iterable[str]) -> None:
-        """As `Folder.remove`."""
         store = self._open()
         # The list makes all requests before the first is waited for.
         for removal in [store.write(name, None) for name in names]:
             removal.result()
 
+    @override
     def clear(self) -> None:
-        """As `ObjectFolder.clear`."""
         self._open().delete_range(tensorstore().KvStore.KeyRange()).result()
 
-    def kvstore(self, *, to_write: bool = False) -> dict[str, Any]:  # noqa: ARG002  (reads and writes alike)
-        """As `Folder.kvstore`."""
+    @override
+    def kvstore(self, *, to_write: bool = False) -> dict[str, Any]:  # reads and writes alike
         return {**self._spec, "path": f"{self._path}/" if self._path else ""}
 
     def _open(self) -> Any:

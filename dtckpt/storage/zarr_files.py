@@ -73,13 +73,13 @@ class ChunkFileWriter:
         *,
         is_kept: bool = False,  # noqa: ARG002  (every chunk is copied)
     ) -> None:
-        """As `TensorStoreWriter.write`."""
+        """Start to write a chunk; wait for earlier ones while too many bytes are under way."""
         validate_kind("zarr", self._root, [array.codec])
         key = chunk_key(array.path, array.grid, region)
         self._add(self._pool.submit(self._write, key, array.grid, elements), elements.nbytes)
 
     def write_document(self, key: str, document: bytes) -> None:
-        """As `TensorStoreWriter.write_document`."""
+        """Start to write a ``zarr.json``."""
         self._add(self._pool.submit(self._root.write, key, document), len(document))
 
     def _add(self, write: Future[None], nbytes: int) -> None:
@@ -103,10 +103,10 @@ class ChunkFileWriter:
                 self._pending_nbytes -= nbytes
 
     def commit(self) -> None:
-        """As `TensorStoreWriter.commit`."""
+        """Wait for all writes."""
         self._wait(0)
         self._pool.shutdown()
 
     def abort(self) -> None:
-        """As `TensorStoreWriter.abort`."""
+        """Drop the writes that have not started, and wait for the others."""
         self._pool.shutdown(cancel_futures=True)

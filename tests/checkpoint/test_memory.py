@@ -11,7 +11,7 @@ import torch
 
 import dtckpt
 from dtckpt import SaveOptions
-from dtckpt.checkpoint.reading import checkpoint as reader
+from dtckpt.checkpoint import open as reader
 from dtckpt.checkpoint.saving import digests as chunk_digests
 from dtckpt.checkpoint.saving import write
 from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError, LayoutError, ReplicaMismatchError

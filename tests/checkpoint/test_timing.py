@@ -13,8 +13,7 @@ from support.states import packed
 import dtckpt
 from dtckpt import Layout, RestoreOptions, SaveOptions, abstract_mesh
 from dtckpt.checkpoint import timing as measuring
-from dtckpt.checkpoint.saving.votes import Written
-from dtckpt.checkpoint.timing import Phases, find_slow
+from dtckpt.checkpoint.timing import Phases, Written, find_slow
 from dtckpt.coordination.api import MAX_PAYLOAD_BYTES
 from dtckpt.errors import CheckpointExistsError
 from dtckpt.format.manifest import PhaseCost

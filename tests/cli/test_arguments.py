@@ -1,9 +1,9 @@
 import pytest
 
-from dtckpt.cli import arguments, commands
+from dtckpt.cli import arguments, options
 from dtckpt.cli.arguments import LayoutRule, parse_dtype, parse_mesh, read_rules
+from dtckpt.cli.options import parse_size
 from dtckpt.cli.output import format_layout
-from dtckpt.cli.plain_arguments import parse_size
 from dtckpt.errors import ConfigError, LayoutError, MeshError
 from dtckpt.format.manifest import KVSTORES
 from dtckpt.layout.create_mesh import abstract_mesh
@@ -125,4 +125,4 @@ def test_what_is_no_dtype(text):
 
 
 def test_the_formats_are_those_of_the_manifest():
-    assert commands.KVSTORES == KVSTORES
+    assert options.KVSTORES == KVSTORES

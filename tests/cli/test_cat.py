@@ -8,9 +8,8 @@ from support.states import packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.numbers import numbers_of
+from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.format.dtypes import DTYPES, numbers_of
 
 WHOLE = torch.arange(5000, dtype=torch.int32).reshape(50, 100)
 SPECIAL = torch.tensor([1.5, float("nan"), float("inf"), -float("inf"), 0.0, -0.0, -2.5, 1e30])

@@ -8,7 +8,7 @@ from support.states import packed
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
 from dtckpt.checkpoint.inspecting.difference import DifferenceKind
-from dtckpt.cli import commands
+from dtckpt.cli import diff
 
 from .conftest import run_on_terminal, run_process
 
@@ -163,9 +163,9 @@ def test_what_cannot_be_used(run, pair, tmp_path):
 
 
 def test_kinds_are_those_of_the_library():
-    assert tuple(DifferenceKind) == commands.DIFFERENCES
+    assert tuple(DifferenceKind) == diff.DIFFERENCES
     for kind in DifferenceKind:
-        assert kind in commands._DIFF_HELP
+        assert kind in diff.EPILOG
 
 
 def test_names_steer_no_terminal(run, tmp_path):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import dtckpt
-from dtckpt.cli import commands
+from dtckpt.cli import cat, diff, inspect
 from dtckpt.cli.exit_codes import ExitCode
 
-HELPS = (commands._INSPECT_HELP, commands._DIFF_HELP, commands._CAT_HELP)
+HELPS = (inspect.EPILOG, diff.EPILOG, cat.EPILOG)
 DOC = Path(__file__).parents[2] / "docs" / "inspect.md"
 EXAMPLES = [
     *(match[1] for text in HELPS for match in re.finditer(r"(?m)^  dtckpt (.+?)(?:  .*)?$", text)),

@@ -19,7 +19,7 @@ from support.states import packed
 
 import dtckpt
 from dtckpt import UNSHARDED, Layout, abstract_mesh
-from dtckpt.cli import commands
+from dtckpt.cli import ls
 
 COMMAND = [sys.executable, "-W", "error", "-m", "dtckpt"]
 NUM_INSTANTS = 40
@@ -130,7 +130,7 @@ def test_an_interrupt_that_is_dropped_or_translated_ends_the_command(run, monkey
         finally:
             is_ended.append(True)
 
-    monkeypatch.setattr(commands.ls, "callback", command)
+    monkeypatch.setattr(ls.command, "callback", command)
     monkeypatch.syspath_prepend(tmp_path)
     result = run("ls", tmp_path)
     assert (result.code, result.err, is_ended) == (130, "", [True])

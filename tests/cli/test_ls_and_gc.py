@@ -8,7 +8,7 @@ import torch
 from support import forkserver
 
 import dtckpt
-from dtckpt.checkpoint.managing import garbage
+from dtckpt.checkpoint.managing.garbage import find_garbage
 from dtckpt.cli.main import main
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.directory_lock import lock_directory
@@ -205,11 +205,11 @@ def test_gc_that_was_cut_off_goes_on(run, root, monkeypatch):
 
 def test_a_step_that_another_gc_removed_first(run, root, monkeypatch):
     def find(*args, **kwargs):
-        found = garbage.find_garbage(*args, **kwargs)
+        found = find_garbage(*args, **kwargs)
         shutil.rmtree(root / "step_00000000", ignore_errors=True)
         return found
 
-    monkeypatch.setattr("dtckpt.cli.gc.find_garbage", find)
+    monkeypatch.setattr("dtckpt.checkpoint.managing.garbage.find_garbage", find)
     assert run("gc", root, "--keep", "1", "--yes").code == 0
     assert _steps(root) == [25, 30]
 

@@ -8,9 +8,8 @@ from support.states import packed
 
 import dtckpt
 from dtckpt import UNSHARDED, Layout, abstract_mesh
-from dtckpt.checkpoint.inspecting.traffic import traffic
 from dtckpt.checkpoint.timeline import timeline_picture
-from dtckpt.cli.pictures import MAX_CELLS, traffic_picture
+from dtckpt.cli.charts import MAX_CELLS, traffic, traffic_picture
 from dtckpt.format.manifest import PhaseCost
 
 

@@ -10,7 +10,7 @@ from support.states import packed
 
 import dtckpt
 from dtckpt import UNSHARDED, Layout, abstract_mesh, errors
-from dtckpt.cli import commands
+from dtckpt.cli import inspect
 from dtckpt.cli.exit_codes import EXIT_CODES, MEANINGS, ExitCode, exit_code_of
 
 from .conftest import COMMAND, run_on_terminal, run_process
@@ -162,7 +162,7 @@ def test_every_exit_code(run, monkeypatch, kind, code):
     def fail(**options):
         raise kind("it\nbroke")
 
-    monkeypatch.setattr(commands.inspect, "callback", fail)
+    monkeypatch.setattr(inspect.command, "callback", fail)
     result = run("inspect", "p", "--json").fails(code, "it\\nbroke")
     assert result.events[0]["code"] == kind.__name__
     if code == 70:

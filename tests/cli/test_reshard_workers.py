@@ -20,6 +20,7 @@ from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.resharding import workers
 from dtckpt.checkpoint.resharding.reshard import reshard
 from dtckpt.checkpoint.resharding.workers import MARK_NAME, Worker
+from dtckpt.checkpoint.saving import construction
 from dtckpt.cli.main import main
 from dtckpt.cli.reshard_progress import ProgressReporter
 from dtckpt.storage.directory_lock import lock_directory
@@ -337,7 +338,7 @@ def test_one_worker_resumes(run, source, tmp_path, tensors, monkeypatch):
     def fail(*_, **__):
         raise errors.StorageError("the disk is gone")
 
-    monkeypatch.setattr(workers, "merge_clients", fail)
+    monkeypatch.setattr(construction, "merge_clients", fail)
     args = ("reshard", source, tmp_path / "new", "--mesh", "data=2,x=3", "--resume")
     run(*args).fails(75, "the disk is gone")
     monkeypatch.undo()

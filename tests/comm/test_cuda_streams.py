@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dtckpt.comm import cuda_streams
-from dtckpt.comm.cuda_streams import SideStreams
+from dtckpt.comm.torch_device import SideStreams
 from dtckpt.redistribution import execute
 
 HOST = torch.device("cpu")
@@ -33,7 +32,7 @@ class Stream:
 def log(monkeypatch):
     """What happens to the streams; `torch.cuda.current_stream` is called `current`, the one beside it `side`."""
     lines = []
-    monkeypatch.setattr(cuda_streams, "_stream", lambda _: Stream("side", lines))
+    monkeypatch.setattr("dtckpt.comm.torch_device._stream", lambda _: Stream("side", lines))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("current", lines))
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     return lines

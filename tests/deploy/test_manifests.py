@@ -20,7 +20,7 @@ from support.coordinators import running_server
 from dtckpt.cli.arguments import parse_mesh
 from dtckpt.cli.commands import cli
 from dtckpt.cli.exit_codes import ExitCode
-from dtckpt.cli.plain_arguments import parse_size
+from dtckpt.cli.options import parse_size
 from dtckpt.coordination.connect import connect
 from dtckpt.coordination.discovery import DEFAULT_PORT, find_coordinator
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtckpt.format.natural_order import natural_key
+from dtckpt.format.names import natural_key
 
 
 def test_numbers_count_as_numbers():

@@ -6,8 +6,7 @@ import pytest
 import torch
 from support.states import tensor_of
 
-from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.numbers import PACKED, bits_of, common_dtype, numbers_of
+from dtckpt.format.dtypes import DTYPES, PACKED, bits_of, common_dtype, numbers_of
 
 FLOATS = sorted(name for name in DTYPES if name.startswith(("float", "bfloat")) and name != PACKED)
 

@@ -15,7 +15,7 @@ from zarr.core.buffer import Buffer
 
 import dtckpt
 from dtckpt import SaveOptions
-from dtckpt.format.zarr_hierarchy import ArrayChunk, ZarrHierarchy
+from dtckpt.format.zarr_documents import ArrayChunk, ZarrHierarchy
 from dtckpt.interop import CheckpointStore
 
 

@@ -109,7 +109,7 @@ def test_nothing_is_removed_for_a_save_that_failed(tmp_path, monkeypatch, is_asy
         raise StorageError("the disk is full")
 
     with monkeypatch.context() as patch:
-        patch.setattr("dtckpt.checkpoint.saving.attempt.BegunSave.complete", fail)
+        patch.setattr("dtckpt.checkpoint.saving.save.BegunSave.complete", fail)
         if is_async:
             io.save_checkpoint({"epoch": 2}, tmp_path / "b")
             io.remove_checkpoint(tmp_path / "a")
@@ -129,7 +129,7 @@ def test_nothing_is_removed_for_a_save_that_failed(tmp_path, monkeypatch, is_asy
 
 def test_the_end_of_a_run_raises_the_error_of_its_last_save(tmp_path, monkeypatch):
     io = DtckptCheckpointIO(is_async=True)
-    monkeypatch.setattr("dtckpt.checkpoint.saving.attempt.BegunSave.complete", lambda *_: 1 / 0)
+    monkeypatch.setattr("dtckpt.checkpoint.saving.save.BegunSave.complete", lambda *_: 1 / 0)
     io.save_checkpoint({"epoch": 1}, tmp_path / "a")
     with pytest.raises(ZeroDivisionError):
         io.teardown()

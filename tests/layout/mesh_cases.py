@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh as init_torch_mesh
 
 from dtckpt.comm import process_groups
 from dtckpt.errors import DtckptError
-from dtckpt.layout import torch_device_mesh
+from dtckpt.layout import device_mesh
 from dtckpt.layout.device_mesh import DeviceMesh, init_device_mesh
 from dtckpt.layout.mesh import Mesh
 
@@ -143,7 +143,7 @@ def from_pytorch():
     theirs = init_torch_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     ours = Mesh.from_device_mesh(theirs)
     count = num_groups()
-    assert ours == init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) == torch_device_mesh.mesh_of(theirs)
+    assert ours == init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) == device_mesh.mesh_of(theirs)
     assert [ours.get_group(axis) is theirs.get_group(axis) for axis in ("dp", "tp")] == [True, True]
     assert ours["tp"] == Mesh.from_device_mesh(theirs["tp"])
     assert num_groups() == count

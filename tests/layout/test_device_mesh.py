@@ -144,7 +144,7 @@ def test_cards(monkeypatch, world, cards, local_world_size, expected):
         monkeypatch.setenv("WORLD_SIZE", "4")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
-    monkeypatch.setattr(device_mesh, "_choose_card", lambda mesh: None)
+    monkeypatch.setattr(device_mesh, "_choose_gpu", lambda mesh: None)
     mesh = init_device_mesh("cuda", (4,))
     assert mesh.device_type == "cuda"
     assert [int(name.rpartition(":")[2]) for name in mesh.global_devices()] == expected

@@ -9,8 +9,8 @@ from coordination import process_group_cases
 
 from dtckpt import Layout, Shard, pack
 from dtckpt.errors import MeshError
-from dtckpt.layout.device_offsets import DeviceOffsets
 from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.mesh_validation import DeviceOffsets
 
 CPUS = [f"/job:localhost/replica:0/task:0/device:CPU:{i}" for i in range(4)]
 REMOTE = "far|x=2,y=2|4,5,6,7||"

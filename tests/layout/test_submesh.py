@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtckpt import Layout, abstract_mesh, run_on
-from dtckpt.dtensor.tensorflow_names import get_default_mesh
 from dtckpt.errors import MeshError, MeshTypeError
-from dtckpt.layout.mesh import Mesh
+from dtckpt.layout.mesh import Mesh, get_default_mesh
 
 GRID = np.arange(8).reshape(2, 2, 2)
 NAMES = ["dp", "cp", "tp"]

@@ -26,8 +26,8 @@ from dtckpt import (
     unpack,
 )
 from dtckpt.dtensor.redistribute import redistribute
-from dtckpt.dtensor.tensorflow_names import get_default_mesh
 from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError, MeshTypeError
+from dtckpt.layout.mesh import get_default_mesh
 from dtckpt.redistribution import execute
 from dtckpt.redistribution.exchange import BoxExchange
 from dtckpt.redistribution.exchange_plan import plan_exchange

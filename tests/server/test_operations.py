@@ -136,10 +136,11 @@ def test_barriers_of_a_save_are_of_a_kind():
     """The names stand in dtckpt.checkpoint, which the server may not import."""
     from dtckpt.checkpoint.managing import manager, restore_newest, schedule
     from dtckpt.checkpoint.restoring import restore
-    from dtckpt.checkpoint.saving import attempt
+    from dtckpt.checkpoint.saving import agree, save
 
     sources = {
-        module: Path(module.__file__).read_text() for module in (manager, restore_newest, restore, attempt, schedule)
+        module: Path(module.__file__).read_text()
+        for module in (manager, restore_newest, restore, agree, save, schedule)
     }
     for kind in metrics.KINDS:
         operation, name = kind.split("/")

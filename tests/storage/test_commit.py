@@ -6,7 +6,7 @@ from support.states import bits_of, differences, tensor_of
 
 import dtckpt
 from dtckpt import UNSHARDED, Layout, Region, SaveOptions
-from dtckpt.checkpoint.saving import attempt as saving
+from dtckpt.checkpoint.saving import construction as saving
 from dtckpt.checkpoint.saving import merge as merging
 from dtckpt.errors import (
     CheckpointCorruptError,

@@ -24,7 +24,7 @@ from dtckpt.storage.commit_by_decision import (
     ObjectStoreTarget,
 )
 from dtckpt.storage.fsspec_folder import FsspecFolder
-from dtckpt.storage.location import Url
+from dtckpt.storage.url import Url
 
 WHERE = Url("memory", "run/step_1")
 HOUR_S = 3600.0

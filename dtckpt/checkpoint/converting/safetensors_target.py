@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dtckpt.checkpoint.converting.export import Export, ExportedTensor
 from dtckpt.checkpoint.converting.file_plan import FilePlan, Slot, Written
+from dtckpt.checkpoint.foreign.safetensors_index import LENGTH_NBYTES, MAX_HEADER_NBYTES, NAMES, header_bytes
+from dtckpt.checkpoint.foreign.safetensors_notes import CONTENT, FORMAT, TREE, content_text, file_names, needs_tree
 from dtckpt.errors import ConfigError, DTypeError, RegionNotFoundError
 from dtckpt.format import tree as trees
-from dtckpt.format.safetensors_index import LENGTH_NBYTES, MAX_HEADER_NBYTES, NAMES, header_bytes
-from dtckpt.format.safetensors_notes import CONTENT, FORMAT, TREE, content_text, file_names, needs_tree
 from dtckpt.layout.region import Region
 
 STEM = "model"

@@ -34,7 +34,7 @@ from dtckpt.checkpoint.converting.file_plan import FilePlan
 from dtckpt.checkpoint.converting.files_target import FilesConversion
 from dtckpt.checkpoint.converting.targets import FILE_TARGETS
 from dtckpt.checkpoint.leaves import dtype_name
-from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
+from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.checkpoint.restoring.rename_rules import Rename
 from dtckpt.errors import CheckpointConflictError, ConfigError
 from dtckpt.storage.location import Location

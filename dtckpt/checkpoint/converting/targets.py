@@ -27,7 +27,7 @@ class FileTarget:
     """The files of another library.
 
     Args:
-        kind: The format, as in `dtckpt.checkpoint.reading.foreign_formats.FORMATS`.
+        kind: The format, as in `dtckpt.checkpoint.foreign.formats.FORMATS`.
         suffixes: Ends of a destination's name by which it is one file, and not a directory.
         is_own: Whether a file of a directory, by its name, is one of the format, which an overwriting conversion may
             replace.

@@ -1,6 +1,7 @@
 """Plan files of ``torch.save`` and distributed checkpoints of PyTorch, as PyTorch itself loads them; pure.
 
-Parts of files (`dtckpt.format.torch_zip_plan`) become slots, and a frame that has the bytes and checksums around them.
+Parts of files (`dtckpt.checkpoint.foreign.torch_zip_plan`) become slots, and a frame that has the bytes and checksums
+around them.
 """
 
 from __future__ import annotations
@@ -10,13 +11,19 @@ from itertools import accumulate
 
 from dtckpt.checkpoint.converting.export import Export, ExportedTensor
 from dtckpt.checkpoint.converting.file_plan import FilePlan, Slot, Written
+from dtckpt.checkpoint.foreign.dcp_plan import TensorFacts, empty_dicts, plan_checkpoint
+from dtckpt.checkpoint.foreign.torch_zip_plan import (
+    WEIGHTS_ONLY,
+    Checksum,
+    Elements,
+    Segment,
+    build_object,
+    plan_zip,
+    segment_nbytes,
+)
 from dtckpt.errors import ConfigError, RegionNotFoundError
 from dtckpt.format import tree as trees
-from dtckpt.format.dcp_metadata import METADATA_NAME
-from dtckpt.format.dcp_plan import TensorFacts, empty_dicts, plan_checkpoint
-from dtckpt.format.names import name_of_key
-from dtckpt.format.torch_values import WEIGHTS_ONLY, build_object
-from dtckpt.format.torch_zip_plan import Checksum, Elements, Segment, plan_zip, segment_nbytes
+from dtckpt.format.names import DCP_METADATA_NAME, name_of_key
 from dtckpt.layout.region import Region
 
 MAX_ARRAYS_NBYTES = 64 << 20
@@ -25,7 +32,7 @@ MAX_ARRAYS_NBYTES = 64 << 20
 
 def is_own(name: str) -> bool:
     """Whether a file of a directory is one of a distributed checkpoint."""
-    return name.endswith((METADATA_NAME, ".distcp"))
+    return name.endswith((DCP_METADATA_NAME, ".distcp"))
 
 
 def plan_file(export: Export, name: str) -> list[FilePlan]:

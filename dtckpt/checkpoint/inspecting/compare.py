@@ -6,12 +6,13 @@
     chunk digests of one tensor, cut into the same chunks   tell which chunks differ; only these are read
     neither, or another library's files                     everything is read
 
-`Comparison.run` reads, and returns the report.
+`CheckpointComparison.run` reads, and returns the report.
 """
 
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,27 +27,33 @@ from dtckpt.checkpoint.inspecting.difference import (
     PlainValue,
     TensorFacts,
 )
-from dtckpt.checkpoint.inspecting.element_differences import ElementDifferences
-from dtckpt.checkpoint.inspecting.read_batches import DEFAULT_MAX_MEMORY, BatchBudget, Piece, cut_pieces, read_ahead
+from dtckpt.checkpoint.inspecting.elements import ElementDifferences
+from dtckpt.checkpoint.inspecting.read_elements import (
+    DEFAULT_MAX_MEMORY,
+    BatchBudget,
+    SelectedPiece,
+    cut_pieces,
+    read_ahead,
+)
 from dtckpt.checkpoint.inspecting.selection import Selection
 from dtckpt.checkpoint.inspecting.tensor_comparison import Reads, TensorComparison, compare_tensors
-from dtckpt.checkpoint.inspecting.tree_leaves import VALUE, Leaf, tree_leaves
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.rename_rules import Rename, renamed, validate_rename
 from dtckpt.errors import TensorNotFoundError, capped
-from dtckpt.format.natural_order import natural_key
+from dtckpt.format import tree as trees
+from dtckpt.format.names import natural_key
 
 NUMBERED = "torch"
 """The format in which optimizers number their parameters; see `dtckpt.checkpoint.converting.targets`."""
-Progress = Callable[[str, int], None]
+NoteCompared = Callable[[str, int], None]
 """Called with a tensor's name, and the bytes of its elements, in both checkpoints, that were compared since the last
 call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Comparison:
+class CheckpointComparison:
     """A comparison whose reads are planned.
 
     Args:
@@ -77,12 +84,12 @@ class Comparison:
         """Bytes of elements that `run` reads, of both checkpoints."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def run(self, *, max_memory: int = DEFAULT_MAX_MEMORY, progress: Progress | None = None) -> DiffReport:
+    def run(self, *, max_memory: int = DEFAULT_MAX_MEMORY, progress: NoteCompared | None = None) -> DiffReport:
         """Read, and return the report. Blocks: on storage.
 
         Args:
             max_memory: Bound on the bytes of elements in memory.
-            progress: See `Progress`.
+            progress: See `NoteCompared`.
 
         Raises:
             ConfigError: The bound is too small for one of the stored chunks.
@@ -105,7 +112,7 @@ class Comparison:
             seconds=time.monotonic() - self.start,
         )
 
-    def _read(self, max_memory: int, progress: Progress | None) -> Iterator[Difference]:
+    def _read(self, max_memory: int, progress: NoteCompared | None) -> Iterator[Difference]:
         totals = {tensor.path: ElementDifferences() for tensor in self.tensors if tensor.is_known_different}
         if reads := self.reads:
             totals |= {tensor.path: ElementDifferences() for tensor in reads}
@@ -124,7 +131,7 @@ class Comparison:
                 yield Difference(tensor.path, DifferenceKind.UNKNOWN, reason=reason)
 
 
-def _pieces(reads: Sequence[TensorComparison], budget: BatchBudget) -> Iterator[Piece]:
+def _pieces(reads: Sequence[TensorComparison], budget: BatchBudget) -> Iterator[SelectedPiece]:
     for tensor in reads:
         for region in tensor.regions:
             yield from cut_pieces(tensor.path, tensor.infos, Selection.of(region), budget)
@@ -138,7 +145,7 @@ def plan_comparison(
     rename: Rename | None = None,
     reads: Reads = Reads.NEEDED,
     ignore: Collection[DifferenceKind] = (),
-) -> Comparison:
+) -> CheckpointComparison:
     """Compare everything but elements, and plan which elements are read.
 
     Args:
@@ -181,7 +188,7 @@ def plan_comparison(
                 each for each in tensor.differences if has_elements or each.kind is not DifferenceKind.UNKNOWN
             )
     num_values = sum(leaf.type == VALUE and path in second.leaves for path, leaf in first.leaves.items())
-    return Comparison(a, b, differences, tensors, num_values, ignore, start)
+    return CheckpointComparison(a, b, differences, tensors, num_values, ignore, start)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,7 +203,7 @@ class _Side:
     """
 
     checkpoint: Checkpoint
-    leaves: Mapping[str, Leaf]
+    leaves: Mapping[str, TreeItem]
     names: Mapping[str, str]
     refused: Mapping[str, str] = field(default_factory=dict)
 
@@ -207,7 +214,7 @@ class _Side:
         structure, moved = with_numbers(checkpoint.structure) if is_numbered else (checkpoint.structure, {})
         old = {new: name for name, new in moved.items()}
         leaves = {
-            path: leaf for path, leaf in tree_leaves(structure) if is_wanted(path) or is_wanted(old.get(path, path))
+            path: leaf for path, leaf in tree_items(structure) if is_wanted(path) or is_wanted(old.get(path, path))
         }
         names = {path: old.get(path, path) for path, leaf in leaves.items() if leaf.is_tensor}
         refused = {path: error.message for path, error in checkpoint.refused.items() if is_wanted(path)}
@@ -266,3 +273,56 @@ def _path_differences(a: _Side, b: _Side) -> Iterator[Difference]:
     for path, leaf in b.leaves.items():
         if path not in a.leaves and path not in refused and not leaf.is_container:
             yield Difference(path, DifferenceKind.EXTRA, b=b.fact(path))
+
+
+VALUE = "value"
+_TENSOR = "tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeItem:
+    """A leaf of a tree, or a container.
+
+    Args:
+        type: ``tensor``, ``ndarray``, ``value``, or the type of a container.
+        node: The node of a plain value, as JSON; else empty.
+        is_container: Whether there are others below it.
+    """
+
+    type: str
+    node: str = ""
+    is_container: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor, or an array that is stored as one."""
+        return self.type in (_TENSOR, "ndarray")
+
+
+def tree_items(node: trees.Node, path: tuple[str, ...] = ()) -> Iterator[tuple[str, TreeItem]]:
+    """Yield ``(path, leaf)`` of all nodes at and below a node. The path of a tensor is its name."""
+    opened = trees.items_of(node)
+    if opened is None:
+        name = trees.name_of_tensor(node)
+        if name is not None:
+            yield name, TreeItem(next(iter(node)))
+        else:
+            yield "/".join(path), TreeItem(VALUE, json.dumps(node, sort_keys=True))
+        return
+    base, items = opened
+    yield "/".join(path), TreeItem(_container_type(node, base, items), is_container=bool(items))
+    for key, child in items:
+        if "tensor" in child:  # spares a call for each of many tensors
+            yield child["tensor"], TreeItem(_TENSOR)
+        else:
+            yield from tree_items(child, (*path, str(key)))
+
+
+def _container_type(node: trees.Node, base: str, items: list[tuple[object, trees.Node]]) -> str:
+    """Return the name of a container's type, with its argument, and with types of keys that paths do not show."""
+    if "type" in node:
+        name, argument, _ = node["type"]
+        return name if argument is None else f"{name} {json.dumps(argument, sort_keys=True)}"
+    # The keys 1 and "1" have one path.
+    keys = sorted({type(key).__name__ for key, _ in items if base == "dict" and type(key) is not str})
+    return f"{base} with keys of type {', '.join(keys)}" if keys else base

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from dtckpt.checkpoint.inspecting.element_differences import ElementDifferences
+from dtckpt.checkpoint.inspecting.elements import ElementDifferences
 from dtckpt.layout.layout import Layout
-from dtckpt.storage.location import Location
+
+if TYPE_CHECKING:  # the comparison of tensors is pure, and imports this module
+    from dtckpt.storage.location import Location
 
 
 class DifferenceKind(enum.StrEnum):

@@ -9,8 +9,7 @@ from functools import partial
 
 from dtckpt.checkpoint.inspecting.difference import ContentDigest, Difference, DifferenceKind, Fact, StoredDtype
 from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo
-from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.numbers import PACKED
+from dtckpt.format.dtypes import DTYPES, PACKED
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from dtckpt.checkpoint.managing.leftovers import Leftover
 from dtckpt.checkpoint.managing.retention import Retention
 from dtckpt.checkpoint.managing.survey import Survey, SurveyedCheckpoint, survey
-from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
+from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.errors import CheckpointConflictError, CheckpointIncompleteError, CheckpointNotFoundError, DtckptError
-from dtckpt.storage.location import Location, Url
+from dtckpt.storage.location import Location
+from dtckpt.storage.url import Url
 
 
 @dataclass(frozen=True, slots=True)

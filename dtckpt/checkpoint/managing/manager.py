@@ -41,8 +41,8 @@ from dtckpt.comm import fork_guard
 from dtckpt.config import Config
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.dtensor.tensorflow_names import MeshLike
 from dtckpt.errors import CheckpointNotFoundError, DtckptError, StorageError
+from dtckpt.layout.device_mesh import MeshLike
 from dtckpt.storage.location import Location, location_of
 
 logger = logging.getLogger("dtckpt.checkpoint")

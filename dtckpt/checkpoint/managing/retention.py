@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import SupportsFloat
 
-from dtckpt.checkpoint.reading.similar_names import did_you_mean
-from dtckpt.errors import ConfigError, capped
+from dtckpt.errors import ConfigError, capped, did_you_mean
 
 Metrics = Mapping[str, float]
 

@@ -33,7 +33,8 @@ from dtckpt.storage.commit_by_decision import COMMITTED, GIVEN_UP, REGISTER_FOLD
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder, ObjectFolder, open_folder
 from dtckpt.storage.local_folder import LocalFolder
-from dtckpt.storage.location import Location, Url
+from dtckpt.storage.location import Location
+from dtckpt.storage.url import Url
 
 MANAGERS = ".dtckpt-managers"
 """The folder, in a root, that holds one entry for each manager."""

@@ -10,7 +10,7 @@ from dtckpt.checkpoint.managing.leftovers import Leftover
 from dtckpt.checkpoint.managing.lineage import Saved, current_steps
 from dtckpt.checkpoint.managing.root import Root, root_of
 from dtckpt.checkpoint.managing.step_folders import StepFolders
-from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
+from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, DtckptError
 from dtckpt.storage.commit import commit_target_of

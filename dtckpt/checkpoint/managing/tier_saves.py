@@ -24,8 +24,8 @@ from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State
 from dtckpt.checkpoint.tiers.durable import DurableWriter, state_of_save
 from dtckpt.checkpoint.tiers.holdings import HeldSave, PartCopy
-from dtckpt.checkpoint.tiers.local_restore import LocalRestore
-from dtckpt.checkpoint.tiers.local_save import Begun, SaveRequest
+from dtckpt.checkpoint.tiers.local_restore import LocalRestore, copy_anew, note_restore, open_held
+from dtckpt.checkpoint.tiers.local_save import Begun, SaveRequest, save_in_tier
 from dtckpt.checkpoint.tiers.options import LocalTier
 from dtckpt.checkpoint.tiers.records import UNKNOWN_ROOT, SaveId
 from dtckpt.checkpoint.tiers.root_identity import RootFacts, claim_identity, read_identity
@@ -97,14 +97,14 @@ class TierSaves:
 
     def is_due(self, step: int) -> bool:
         """Whether a step is saved in the tier."""
-        return self.session.is_due(step)
+        return step % self.session.tier.every_steps == 0
 
     def join(self, collective: Collective, *, is_save: bool) -> None:
         """Let the clients tell each other which parts their hosts hold. Collective: As `TierSession.join`."""
         self.session.join(collective, self._ask_root, is_save=is_save)
-        self.writer.life = self.session.life
+        self.writer.life = self.session.joined.life
         # The first step of a job is written to the root: a job that has steps in its tier alone would look new.
-        if not self.session.has_durable:
+        if not self.session.joined.has_durable:
             self._debt = max(self._debt, 1)
 
     # --- saving -------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class TierSaves:
     ) -> SaveHandle | None:
         """Save a step in the tier, and from there in the root if it is due there.
 
-        Collective: As `TierSession.save`.
+        Collective: As `save_in_tier`.
 
         Args:
             step: The step.
@@ -137,7 +137,7 @@ class TierSaves:
             The save's handle; None if a host's tier refused it.
 
         Raises:
-            DtckptError: As `TierSession.save`; or the error of the local save before, if nobody has looked at it.
+            DtckptError: As `save_in_tier`; or the error of the local save before, if nobody has looked at it.
         """
         self.wait_for_local()
         if is_last:
@@ -166,7 +166,7 @@ class TierSaves:
             self._note_taken(step, is_told=is_leader)
             # For the coordinator's status page, until the client does something else.
             coordination.heartbeat(Progress(HELD, step))
-            save, staged, noted = begun.save, begun.staged_state, begun.metrics
+            save, staged, noted = begun.save, begun.agreed.state, begun.metrics
             options = replace(self._options, check_replicas=begun.has_compared)
             self._write_last, self._last = lambda: write_durable(save, lambda: staged, noted, options), save.name
             # The save's name tells all clients the decision of client 0.
@@ -185,7 +185,7 @@ class TierSaves:
                 is_durable=lambda: not self.writer.is_busy and (is_durable or self._debt > 0),
                 compares_copies=is_wanted and bool(self._options.check_replicas),
             )
-            self._handle = self.session.save(request, coordination, then)
+            self._handle = save_in_tier(self.session, request, coordination, then)
         except StorageError as error:
             self._note_refusal(step, error, is_told=is_leader)
             return None
@@ -277,17 +277,17 @@ class TierSaves:
 
     def restorable(self, *, is_named: bool) -> list[HeldSave]:
         """Return what the hosts hold, without the saves that were restored too often, unless the step is named."""
-        worn_out = frozenset() if is_named else self.session.worn_out
+        worn_out = frozenset() if is_named else self.session.joined.worn_out
         for save in worn_out:
             logger.warning(
                 "step %d of the local tier is passed over: it was restored %d times, and no newer step was saved",
                 save.step, self.session.tier.max_restores,
             )  # fmt: skip
-        return [held for held in self.session.held if held.save not in worn_out]
+        return [held for held in self.session.joined.held if held.save not in worn_out]
 
     def held(self, name: str) -> HeldSave:
         """Return a save by its name."""
-        for held in self.session.held:
+        for held in self.session.joined.held:
             if held.save.name == name:
                 return held
         raise CheckpointNotFoundError(f"no host holds {name} of the local tier any more")
@@ -301,17 +301,17 @@ class TierSaves:
         opened: list[TierCheckpoint] = []
 
         def open_() -> TierCheckpoint:
-            opened.append(self.session.open(held))
+            opened.append(open_held(self.session, held))
             return opened[-1]
 
         where = self.session.folder.path / held.save.name
         tree = restore_opened(where, open_, target, options=options, **others)
         self._opened = {chosen.local: opened[-1]}
-        self.session.note_restore(held)
+        note_restore(self.session, held)
         traffic = opened[-1].parts.traffic
         lost = {
             each.save.step: f"no host holds the parts of clients {capped(each.missing)}"
-            for each in self.session.held
+            for each in self.session.joined.held
             if each.save > held.save and each.is_voted and each.missing
         }
         return tree, LocalRestore(
@@ -347,14 +347,16 @@ class TierSaves:
         if not chosen.local:
             return
         held = self.held(chosen.local)
-        self.session.copy_anew(held, damaged)
-        begun = [each.save.number for each in self.session.held if each.save.is_durable and each.save <= held.save]
-        if not begun or max(begun) <= self.session.newest_in_root:
+        copy_anew(self.session, held, damaged)
+        begun = [
+            each.save.number for each in self.session.joined.held if each.save.is_durable and each.save <= held.save
+        ]
+        if not begun or max(begun) <= self.session.joined.newest_in_root:
             return
         self.writer.wait()
         if max(begun) > self._written:
             checkpoint = self._opened[chosen.local]
-            state = state_of_save(checkpoint, held, self.session.hosts, self._options)
+            state = state_of_save(checkpoint, held, self.session.joined.hosts, self._options)
             options = replace(self._options, check_replicas=False)
             self._resume = lambda: write_durable(held.save, lambda: state, checkpoint.parts.metrics, options)
 

@@ -1,7 +1,7 @@
 """`CheckpointFiles`: the seam between an open checkpoint and the format of its files.
 
 `dtckpt.checkpoint.reading.manifest_files` implements it for this library's format, and
-`dtckpt.checkpoint.reading.piece_files` for those of other libraries. Restores, resharding, inspection, verification and
+`dtckpt.checkpoint.foreign.piece_files` for those of other libraries. Restores, resharding, inspection, verification and
 conversion know the seam only.
 """
 
@@ -24,20 +24,18 @@ RegionBuffers = Sequence[tuple[Region, np.ndarray[Any, Any]]]
 class CheckpointFiles(Protocol):
     """The files of a checkpoint: which tensors they hold, and reads of any region of these. Thread-safe."""
 
-    @property
-    def kind(self) -> str:
-        """The format: ``dtckpt``, or the kind of a `dtckpt.format.stored_pieces.ForeignIndex`."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """A token that clients compare: equal if and only if they opened the same checkpoint."""
-        ...
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        """The tensors, by name."""
-        ...
+    kind: str
+    """The format: ``dtckpt``, or the kind of a `dtckpt.checkpoint.reading.pieces.PieceIndex`."""
+    identity: str
+    """A token that clients compare: equal if and only if they opened the same checkpoint."""
+    tensors: Mapping[str, TensorInfo]
+    """The tensors, by name."""
+    refused: Mapping[str, DtckptError]
+    """By path, why something in the checkpoint cannot be read. It is neither a tensor nor in the structure."""
+    files: Sequence[str]
+    """The files of another library that it is read from; empty for checkpoints of this library."""
+    unread: Sequence[str]
+    """What lies beside them or in them and is not read: files, and notes in files; as far as that can be listed."""
 
     @property
     def structure(self) -> trees.Node:
@@ -47,21 +45,6 @@ class CheckpointFiles(Protocol):
     @property
     def tree(self) -> bytes:
         """The structure as JSON; empty for a flat set of named tensors."""
-        ...
-
-    @property
-    def refused(self) -> Mapping[str, DtckptError]:
-        """By path, why something in the checkpoint cannot be read. It is neither a tensor nor in the structure."""
-        ...
-
-    @property
-    def files(self) -> Sequence[str]:
-        """The files of another library that it is read from; empty for checkpoints of this library."""
-        ...
-
-    @property
-    def unread(self) -> Sequence[str]:
-        """What lies beside them or in them and is not read: files, and notes in files; as far as that can be listed."""
         ...
 
     @property
@@ -79,7 +62,7 @@ class CheckpointFiles(Protocol):
         max_in_flight: int | None,
         count: Callable[[int], object],
     ) -> int:
-        """As `dtckpt.checkpoint.reading.checkpoint.Checkpoint.read_all`; every name is one of ``tensors``."""
+        """Read regions of tensors of known names, as `dtckpt.checkpoint.open.Checkpoint.read_all` does."""
         ...
 
     def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
+from typing_extensions import override
+
 from dtckpt.checkpoint.reading.block_digests import BlockDigests
-from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
+from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
 from dtckpt.checkpoint.reading.plan import max_chunk_nbytes, plan_tensor_reads
 from dtckpt.checkpoint.reading.read_regions import RegionReader
 from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo, TensorInfos
@@ -25,15 +27,29 @@ from dtckpt.storage.location import Location
 KIND = "dtckpt"
 
 
-@dataclass(frozen=True, slots=True)
-class ArrayChunks:
-    """The chunks of one array of the manifest; see `dtckpt.checkpoint.reading.tensor_info.StoredChunks`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrayInfo(TensorInfo):
+    """A tensor that is stored as one array, which has an entry in the manifest."""
 
     entry: ArrayEntry
 
+    @classmethod
+    def of(cls, entry: ArrayEntry) -> ArrayInfo:
+        """Return the facts about the array of an entry."""
+        return cls(
+            name=entry.name,
+            shape=entry.shape,
+            dtype_name=entry.dtype,
+            stored_dtype_name=entry.stored_dtype,
+            layout=entry.layout,
+            nbytes=entry.stored_nbytes,
+            content_digest=entry.content,
+            entry=entry,
+        )
+
     @property
+    @override
     def chunks(self) -> list[ChunkInfo]:
-        """As `TensorInfo.chunks`."""
         entry = self.entry
         chunks = []
         for number in range(entry.grid.num_chunks):
@@ -46,50 +62,51 @@ class ArrayChunks:
         return chunks
 
     @property
+    @override
     def codec(self) -> str:
-        """As `TensorInfo.codec`."""
         return self.entry.codec
 
     @property
+    @override
     def num_chunks(self) -> int:
-        """As `TensorInfo.num_chunks`."""
         return self.entry.grid.num_chunks - len(self.entry.missing)
 
     @property
+    @override
     def is_whole(self) -> bool:
-        """As `TensorInfo.is_whole`."""
         return not self.entry.missing
 
     @property
+    @override
     def max_chunk_nbytes(self) -> int:
-        """As `TensorInfo.max_chunk_nbytes`."""
         return max_chunk_nbytes(self.entry)
 
     @property
+    @override
     def chunk_shape(self) -> tuple[int, ...]:
-        """As `TensorInfo.chunk_shape`."""
         return self.entry.grid.chunk_shape
 
     @property
+    @override
     def block_shape(self) -> tuple[int, ...]:
-        """As `TensorInfo.block_shape`."""
         blocks, shape = self.entry.blocks, list(self.entry.grid.chunk_shape)
         if shape and self.entry.has_readable_blocks:
             shape[blocks.dim] = min(blocks.rows, shape[blocks.dim])
         return tuple(shape)
 
     @property
+    @override
     def row_dim(self) -> int:
-        """As `TensorInfo.row_dim`."""
         return self.entry.blocks.dim
 
+    @override
     def read_nbytes(self, region: Region) -> int:
-        """As `TensorInfo.read_nbytes`: all blocks that intersect the region are read."""
+        # All blocks that intersect the region are read.
         return sum(part.nbytes for part in plan_tensor_reads(self.entry, (region,)))
 
 
-class ManifestFiles:
-    """The files of a checkpoint with a manifest; see `dtckpt.checkpoint.reading.checkpoint_files.CheckpointFiles`.
+class ManifestFiles(CheckpointFiles):
+    """The files of a checkpoint with a manifest.
 
     Args:
         path: The checkpoint, for messages.
@@ -115,6 +132,7 @@ class ManifestFiles:
                 f"the manifest of {path} contradicts itself: its state tree does not name every tensor once"
             )
         self.manifest = manifest
+        self.identity = manifest.attempt  # a random token
         self._path = path
         # Local files are read by preadv into the destination; elsewhere many requests have to be under way at once.
         self._reader = ChunkReader(manifest.kvstore, root, by_file=not is_remote)
@@ -122,70 +140,58 @@ class ManifestFiles:
         self._regions = RegionReader(path, root, self._reader, self._block_digests, is_remote=is_remote)
         self.tensors = TensorInfos(manifest.arrays, self._describe)
 
-    @property
-    def identity(self) -> str:
-        """The attempt that saved it; its token is random."""
-        return self.manifest.attempt
-
     @cached_property
+    @override
     def structure(self) -> trees.Node:
-        """As `CheckpointFiles.structure`; a flat set of named tensors counts as a dict of them."""
+        # A flat set of named tensors counts as a dict of them.
         if self._structure is not None:
             return self._structure
         return {"dict": [[name, {"tensor": name}] for name in self.tensors]}
 
     @property
+    @override
     def tree(self) -> bytes:
-        """As `CheckpointFiles.tree`."""
         return self.manifest.tree
 
     def _describe(self, name: str) -> TensorInfo:
-        entry = self.manifest.arrays[name]
-        return TensorInfo(
-            name=name,
-            shape=entry.shape,
-            dtype_name=entry.dtype,
-            stored_dtype_name=entry.stored_dtype,
-            layout=entry.layout,
-            nbytes=entry.stored_nbytes,
-            content_digest=entry.content,
-            _stored=ArrayChunks(entry),
-        )
+        return ArrayInfo.of(self.manifest.arrays[name])
 
+    @override
     def fingerprint(self) -> bytes:
-        """As `CheckpointFiles.fingerprint`."""
         return self.manifest.to_bytes()
 
+    @override
     def read(
         self,
         requests: Iterable[tuple[str, RegionBuffers]],
         max_in_flight: int | None,
         count: Callable[[int], object],
     ) -> int:
-        """As `CheckpointFiles.read`."""
         # An iterator: the reads of millions of chunks are never planned all at once.
         entries = ((self.manifest.arrays[name], buffers) for name, buffers in requests)
         return self._regions.read(entries, max_in_flight, count)
 
+    @override
     def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:
-        """As `CheckpointFiles.validate_stored`."""
         entries = ((self.manifest.arrays[name], region) for name, region in regions)
         self._regions.validate_stored(entries, unchecked=unchecked)
 
+    @override
     def parts(self, name: str) -> Iterator[Region]:
-        """As `CheckpointFiles.parts`: the chunks."""
         entry = self.manifest.arrays[name]
         numbers = (number for number in range(entry.grid.num_chunks) if number not in entry.missing)
         return (entry.grid.region(entry.grid.index(number)) for number in numbers)
 
+    @override
     def validate_part(self, name: str, region: Region) -> None:
-        """As `CheckpointFiles.validate_part`: reads of whole chunks do not look at the digests of blocks."""
+        # Reads of whole chunks do not look at the digests of blocks.
         entry = self.manifest.arrays[name]
         index = tuple(start // size for start, size in zip(region.offset, entry.grid.chunk_shape, strict=True))
         self._block_digests.read(entry, entry.grid.number(index), range(sys.maxsize))
 
+    @override
     def validate_rest(self) -> None:
-        """As `CheckpointFiles.validate_rest`: every ``zarr.json``, which other readers than dtckpt need."""
+        # Check every ``zarr.json``, which other readers than dtckpt need.
         # An iterator: the documents of millions of arrays are never in memory together.
         documents = self._reader.read_documents(entry.path for entry in self.manifest.arrays.values())
         if documents_digest(documents) != self.manifest.documents:
@@ -193,10 +199,11 @@ class ManifestFiles:
                 f"a zarr.json in {self._path} is damaged or missing; dtckpt reads all tensors without it, others cannot"
             )
 
+    @override
     def tied(self) -> Mapping[str, str]:
-        """As `CheckpointFiles.tied`: every tensor is stored by itself."""
+        # Every tensor is stored by itself.
         return {}
 
+    @override
     def close(self) -> None:
-        """As `CheckpointFiles.close`."""
         self._reader.close()

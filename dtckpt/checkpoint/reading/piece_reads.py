@@ -1,4 +1,4 @@
-"""Plan reads of another library's checkpoint: the ranges of bytes that hold a region, and the elements in each; pure.
+"""Plan reads of tensors made of pieces: the ranges of bytes that hold a region, and the elements in each; pure.
 
 A box of a piece lies in its file as runs at regular distances. Runs that are close are read together, with the gaps
 between them; long ones are cut::
@@ -14,8 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from typing_extensions import override
+
+from dtckpt.checkpoint.reading.pieces import Piece, PieceTensor, c_strides
+from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo
 from dtckpt.errors import RegionError, RegionNotFoundError
-from dtckpt.format.stored_pieces import ForeignTensor, Piece, c_strides
+from dtckpt.format.codecs import NO_CODEC
 from dtckpt.layout.region import Region
 
 
@@ -50,7 +54,7 @@ class Span:
 
 
 def plan_spans(
-    tensor: ForeignTensor,
+    tensor: PieceTensor,
     regions: Sequence[Region],
     *,
     max_gap: int,
@@ -85,7 +89,7 @@ def plan_spans(
     )
 
 
-def _overlaps(tensor: ForeignTensor, region: Region) -> Iterator[tuple[Piece, Region]]:
+def _overlaps(tensor: PieceTensor, region: Region) -> Iterator[tuple[Piece, Region]]:
     for piece in tensor.pieces_in(region):
         if (box := piece.region.intersect(region)) is not None:
             yield piece, box
@@ -186,3 +190,94 @@ class _Cut:
             for index in range(self._sizes[dim]):
                 for offsets, sizes in self.boxes(joined, max_nbytes, dim + 1):
                     yield (index, *offsets), (1, *sizes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceInfo(TensorInfo):
+    """A tensor that is made of pieces, which count as its chunks.
+
+    Args:
+        tensor: The tensor.
+        max_gap: As for `plan_spans`.
+        max_nbytes: As for `plan_spans`.
+    """
+
+    tensor: PieceTensor
+    max_gap: int
+    max_nbytes: int
+
+    @classmethod
+    def of(cls, tensor: PieceTensor, *, max_gap: int, max_nbytes: int) -> PieceInfo:
+        """Return the facts about a tensor."""
+        return cls(
+            name=tensor.name,
+            shape=tensor.shape,
+            dtype_name=tensor.dtype,
+            stored_dtype_name=tensor.dtype,
+            layout=tensor.layout,
+            nbytes=tensor.nbytes,
+            content_digest=tensor.content,
+            tensor=tensor,
+            max_gap=max_gap,
+            max_nbytes=max_nbytes,
+        )
+
+    @property
+    @override
+    def chunks(self) -> list[ChunkInfo]:
+        return [
+            ChunkInfo(piece.region, f"{piece.file}@{piece.offset}", digest=None, client=None)
+            for piece in self.tensor.pieces
+        ]
+
+    @property
+    @override
+    def codec(self) -> str:
+        return NO_CODEC
+
+    @property
+    @override
+    def num_chunks(self) -> int:
+        return len(self.tensor.pieces)
+
+    @property
+    @override
+    def is_whole(self) -> bool:
+        return self.tensor.is_whole
+
+    @property
+    @override
+    def max_chunk_nbytes(self) -> int:
+        # A piece is read a span at a time.
+        return min(self.tensor.nbytes, self.max_nbytes)
+
+    @property
+    def _largest(self) -> Piece | None:
+        return max(self.tensor.pieces, key=lambda piece: piece.region.numel, default=None)
+
+    @property
+    @override
+    def chunk_shape(self) -> tuple[int, ...]:
+        return (
+            tuple(max(1, size) for size in self.tensor.shape) if self._largest is None else self._largest.region.shape
+        )
+
+    @property
+    @override
+    def block_shape(self) -> tuple[int, ...]:
+        # Any range of bytes can be read.
+        return (1,) * len(self.tensor.shape)
+
+    @property
+    @override
+    def row_dim(self) -> int:
+        # It is the dim with the largest stride.
+        if self._largest is None:
+            return 0
+        shape, strides = self._largest.region.shape, self._largest.element_strides
+        return max(range(len(shape)), key=lambda dim: (shape[dim] > 1, strides[dim], -dim), default=0)
+
+    @override
+    def read_nbytes(self, region: Region) -> int:
+        spans = plan_spans(self.tensor, [region], max_gap=self.max_gap, max_nbytes=self.max_nbytes)
+        return sum(span.nbytes for span in spans)

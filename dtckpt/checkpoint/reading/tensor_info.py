@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
@@ -27,57 +28,9 @@ class ChunkInfo:
     client: int | None
 
 
-class StoredChunks(Protocol):
-    """How one tensor is cut into chunks on storage; the members are those of `TensorInfo`."""
-
-    @property
-    def chunks(self) -> list[ChunkInfo]:
-        """As `TensorInfo.chunks`."""
-        ...
-
-    @property
-    def codec(self) -> str:
-        """As `TensorInfo.codec`."""
-        ...
-
-    @property
-    def num_chunks(self) -> int:
-        """As `TensorInfo.num_chunks`."""
-        ...
-
-    @property
-    def is_whole(self) -> bool:
-        """As `TensorInfo.is_whole`."""
-        ...
-
-    @property
-    def max_chunk_nbytes(self) -> int:
-        """As `TensorInfo.max_chunk_nbytes`."""
-        ...
-
-    @property
-    def chunk_shape(self) -> tuple[int, ...]:
-        """As `TensorInfo.chunk_shape`."""
-        ...
-
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        """As `TensorInfo.block_shape`."""
-        ...
-
-    @property
-    def row_dim(self) -> int:
-        """As `TensorInfo.row_dim`."""
-        ...
-
-    def read_nbytes(self, region: Region) -> int:
-        """As `TensorInfo.read_nbytes`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class TensorInfo:
-    """One tensor of a checkpoint.
+class TensorInfo(ABC):
+    """One tensor of a checkpoint. A subclass for the format of the files knows how it is cut into chunks.
 
     Args:
         name: Tensor name.
@@ -99,7 +52,6 @@ class TensorInfo:
     layout: Layout | None
     nbytes: int
     content_digest: int | None
-    _stored: StoredChunks
 
     @property
     def dtype(self) -> torch.dtype:
@@ -112,48 +64,48 @@ class TensorInfo:
         return _torch_dtype(self.stored_dtype_name)
 
     @property
+    @abstractmethod
     def chunks(self) -> list[ChunkInfo]:
         """The chunk list: every stored chunk, row-major; in another library's checkpoint in the order of its index."""
-        return self._stored.chunks
 
     @property
+    @abstractmethod
     def codec(self) -> str:
         """How chunks are compressed: ``none``, ``zstd`` or ``blosc``."""
-        return self._stored.codec
 
     @property
+    @abstractmethod
     def num_chunks(self) -> int:
         """Number of stored chunks."""
-        return self._stored.num_chunks
 
     @property
+    @abstractmethod
     def is_whole(self) -> bool:
         """Whether all of the tensor was saved."""
-        return self._stored.is_whole
 
     @property
+    @abstractmethod
     def max_chunk_nbytes(self) -> int:
         """Bytes of the largest part of the tensor that a read takes into memory of its own, before compression."""
-        return self._stored.max_chunk_nbytes
 
     @property
+    @abstractmethod
     def chunk_shape(self) -> tuple[int, ...]:
         """Elements per dim of a chunk; of the largest one, where they differ."""
-        return self._stored.chunk_shape
 
     @property
+    @abstractmethod
     def block_shape(self) -> tuple[int, ...]:
         """Elements per dim of the smallest part of a chunk that storage is read in; of a compressed chunk, all."""
-        return self._stored.block_shape
 
     @property
+    @abstractmethod
     def row_dim(self) -> int:
         """The dim whose rows a read takes with the fewest bytes that it does not need."""
-        return self._stored.row_dim
 
+    @abstractmethod
     def read_nbytes(self, region: Region) -> int:
         """Return the bytes, before compression, that a read of a region takes from storage."""
-        return self._stored.read_nbytes(region)
 
 
 def _torch_dtype(name: str) -> torch.dtype:

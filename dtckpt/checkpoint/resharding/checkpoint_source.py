@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.resharding.source_plan import NUM_WINDOWS, Budget, windows_of
+from dtckpt.checkpoint.resharding.reshard_plan import NUM_WINDOWS, Budget, windows_of
 from dtckpt.checkpoint.resharding.windows import WINDOW_NBYTES
 from dtckpt.checkpoint.saving.plan import TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.comm.background_threads import begin
-from dtckpt.comm.recycled_memory import RecycledMemory
+from dtckpt.comm.host_memory import RecycledMemory
 from dtckpt.format.content import content_digest, content_share
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region

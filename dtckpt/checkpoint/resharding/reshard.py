@@ -11,9 +11,9 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from dtckpt.checkpoint.converting.source_account import SourceAccount, validate_all_read
+from dtckpt.checkpoint.converting.report import SourceAccount, validate_all_read
+from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.resharding.reshard_plan import (
     DEFAULT_MAX_MEMORY,

@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
+from dtckpt.checkpoint.saving.construction import Merge
+from dtckpt.checkpoint.saving.merge import remove_working_files
 from dtckpt.checkpoint.saving.plan import SavePlan
 from dtckpt.checkpoint.saving.write import CHUNKS_NAME, ClientWriter, Source
 from dtckpt.errors import (
@@ -141,16 +142,16 @@ class SharedAttempt:
         """
         if self.check_target():
             return self._report(0)
-        staging = commit_by_rename.begin_shared(self._target, self.token)
+        attempt = DirectoryAttempt(commit_by_rename.begin_shared(self._target, self.token))
         nbytes = 0
         try:
-            nbytes = self._write_part(staging, source)
-            self._commit(staging, tree)
+            nbytes = self._write_part(attempt, source)
+            self._commit(attempt, tree)
         except (FileNotFoundError, StorageError):
             if not self.is_committed():  # else another worker was faster, and has moved everything into place
                 raise
         if self.is_committed():
-            commit_by_rename.abandon(staging)  # made after another process of this worker had finished
+            attempt.abandon()  # made after another process of this worker had finished
         return self._report(nbytes)
 
     def _report(self, nbytes: int) -> PartReport:
@@ -159,7 +160,7 @@ class SharedAttempt:
 
     # --- a part -------------------------------------------------------------------------------------------------
 
-    def _write_part(self, staging: commit_by_rename.WorkingDirectory, source: Source) -> int:
+    def _write_part(self, attempt: DirectoryAttempt, source: Source) -> int:
         folder = self._folder / client_folder(self._worker.index)
         own = folder.path
         with translate_errors("create the worker's folder", own):
@@ -182,24 +183,19 @@ class SharedAttempt:
                 # Leftovers of an earlier process of this worker, which is dead: the lock was free.
                 for name in folder.names():
                     folder.remove_tree(name)
-            written = 0
-
-            def count(nbytes: int) -> None:
-                nonlocal written
-                written += nbytes
-
+            written: list[int] = []
             writer = ClientWriter(
                 self._plan,
-                DirectoryAttempt(staging),
+                attempt,
                 client=self._worker.index,
                 clients=range(self._worker.count),
                 source=source,
                 options=replace(self._options, check_replicas=False),  # there is one copy of everything
-                count=count,
+                count=written.append,
             )
             writer.write()
             self._leave_mark(folder.read(CHUNKS_NAME))
-            return written
+            return sum(written)
 
     def _leave_mark(self, chunk_list: bytes) -> None:
         """Mark the part as finished. The mark is written last, and appears whole or not at all."""
@@ -239,30 +235,18 @@ class SharedAttempt:
 
     # --- the commit ---------------------------------------------------------------------------------------------
 
-    def _commit(self, staging: commit_by_rename.WorkingDirectory, tree: bytes) -> None:
+    def _commit(self, attempt: DirectoryAttempt, tree: bytes) -> None:
         with lock_directory(self._path) as is_mine:
             is_merged = self._is_merged()
             if not is_mine or self.is_committed() or (self._missing() and not is_merged):
                 return  # a worker that still writes its part, or that is committing, does it
-            attempt = DirectoryAttempt(staging)
             if not is_merged:
                 self._forget_merge()
-                complete = Manifest(
-                    kvstore=self._options.kvstore,
-                    arrays={},
-                    tree=tree,
-                    job="reshard",
-                    num_clients=self._worker.count,
-                    attempt=self.token,
-                    raw_bits=bool(self._options.raw_bits),
-                )
-                is_durable = self._options.fsync
-                merge_clients(self._plan, attempt.folder, self._chunk_lists(), complete, is_durable=is_durable)
+                chunk_lists, count = self._chunk_lists(), self._worker.count
+                merge = Merge(plan=self._plan, chunk_lists=chunk_lists, tree=tree, job="reshard", num_clients=count)
+                merge.run(attempt, self._options)
                 self._remove_first_mark()
-            remove_working_files(attempt.folder, self._remaining(), has_moves=False)
-            with translate_errors("remove the marks of parts", self._path):
-                for index in self._remaining():
-                    (attempt.folder / client_folder(index)).remove([MARK_NAME])
+            remove_working_files(attempt.folder, self._remaining(), has_moves=False, names=[MARK_NAME])
             attempt.commit(overwrite=self._options.overwrite, is_durable=self._options.fsync)
 
     def _forget_merge(self) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dtckpt.checkpoint.reading.tensor_memory import new_memory
+from dtckpt.checkpoint.leaves import new_memory
 from dtckpt.checkpoint.restoring.new_tensors import empty_beside, layout_of_tensor
 from dtckpt.comm.torch_private import is_fake
 from dtckpt.errors import DTypeError, capped

@@ -8,13 +8,19 @@ from difflib import get_close_matches
 from typing import Any
 
 from dtckpt.checkpoint.leaves import Leaf
+from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-from dtckpt.checkpoint.reading.similar_names import close_prefixes
 from dtckpt.checkpoint.restoring.optimizer_match import Rule
 from dtckpt.checkpoint.restoring.rename_rules import renamed
 from dtckpt.checkpoint.restoring.report import Cast, Reshaped, RestoreReport
-from dtckpt.errors import DTypeError, ShapeMismatchError, TensorNotFoundError, UnexpectedTensorError, capped
+from dtckpt.errors import (
+    DTypeError,
+    ShapeMismatchError,
+    TensorNotFoundError,
+    UnexpectedTensorError,
+    capped,
+    close_prefixes,
+)
 from dtckpt.format.dtypes import is_convertible, is_lossless
 
 MAX_COMPARED = 4096

@@ -25,7 +25,7 @@ from functools import lru_cache
 import torch
 
 from dtckpt.checkpoint.leaves import Leaf, host_array, torch_dtype
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.restoring.read_once_plan import pays, rows_layout, rows_nbytes
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf
 from dtckpt.checkpoint.timing import Phases

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import validate_mode
+from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.per_client import ClientNumber
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.restoring.fill_tensors import fill_tensors, read_nbytes
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.new_tensors import meshes_of_layouts, plan_new_tensors
@@ -31,12 +31,11 @@ from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf, TiedLeaf, split
 from dtckpt.checkpoint.restoring.target_tree import TargetTree
 from dtckpt.checkpoint.restoring.targets import plan_target
 from dtckpt.checkpoint.restoring.unexpected import Unasked
-from dtckpt.checkpoint.saving.votes import Written
-from dtckpt.checkpoint.timing import find_slow
+from dtckpt.checkpoint.timing import Written, find_slow
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.dtensor.tensorflow_names import MeshLike, as_mesh
 from dtckpt.errors import CheckpointConflictError, DtckptError, TreeError
+from dtckpt.layout.device_mesh import MeshLike, as_mesh
 from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.location import Location
 

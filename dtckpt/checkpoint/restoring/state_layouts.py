@@ -19,8 +19,8 @@ from functools import cached_property
 import torch
 from torch.nn.parameter import is_lazy
 
+from dtckpt.checkpoint.leaves import new_memory
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.reading.tensor_memory import new_memory
 from dtckpt.checkpoint.restoring.layout_choice import kept_layout
 from dtckpt.checkpoint.restoring.new_tensors import empty_beside, layout_of_tensor
 from dtckpt.checkpoint.restoring.object_states import Scope

@@ -20,10 +20,9 @@ from dtckpt.checkpoint.restoring.meta_tensors import state_of_module
 from dtckpt.checkpoint.shards import ShardMark, Shards, marks_in_state, shard_marks
 from dtckpt.errors import TreeError
 from dtckpt.format import tree as trees
-from dtckpt.format.containers import fields_of, name_of
+from dtckpt.format.containers import TensorParts, fields_of, name_of
 from dtckpt.format.names import name_of_key
 from dtckpt.format.plain_values import is_plain
-from dtckpt.format.tensor_parts import TensorParts
 from dtckpt.layout.mesh import Mesh
 
 

@@ -13,21 +13,21 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from dtckpt.checkpoint.foreign import dcp_files
 from dtckpt.checkpoint.leaves import (
     Leaf,
     as_leaf,
     is_fillable,
     is_tensor,
+    new_memory,
     with_arrays,
 )
 from dtckpt.checkpoint.low_bit_state import own_parts, restorer_of
+from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.parameter_names import memory_of, parameters_of
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
-from dtckpt.checkpoint.reading import dcp_files
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.reading.tensor_memory import new_memory
 from dtckpt.checkpoint.restoring.meta_tensors import MetaTensors, is_meta
 from dtckpt.checkpoint.restoring.object_states import (
     CLOSED,
@@ -51,11 +51,8 @@ from dtckpt.dtensor import DTensor
 from dtckpt.dtensor.torch_interop import KeptLayouts
 from dtckpt.errors import DTypeError, LayoutError, ShapeMismatchError, TensorNotFoundError, TreeError
 from dtckpt.format import tree as trees
-from dtckpt.format.client_values import ClientValues
-from dtckpt.format.containers import name_of
-from dtckpt.format.enum_members import EnumMember
-from dtckpt.format.plain_values import is_plain, refusal
-from dtckpt.format.tensor_parts import TensorParts
+from dtckpt.format.containers import ClientValues, TensorParts, name_of
+from dtckpt.format.plain_values import EnumMember, is_plain, refusal
 from dtckpt.layout.region import Region
 
 

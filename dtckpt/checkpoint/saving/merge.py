@@ -15,11 +15,10 @@ import numpy as np
 
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.gc_pause import gc_paused
-from dtckpt.checkpoint.saving.documents import documents_of_share, plan_documents
 from dtckpt.checkpoint.saving.plan import NO_CLIENT, Copies, SavePlan
 from dtckpt.checkpoint.saving.replica_check import log_differing, mismatch_error
 from dtckpt.checkpoint.saving.union import PARTS_CURE
-from dtckpt.checkpoint.saving.write import CHUNKS_NAME, EDGES_PREFIX
+from dtckpt.checkpoint.saving.write import CHUNKS_NAME, EDGES_PREFIX, documents_of_share, plan_documents
 from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format.content import content_digest
 from dtckpt.format.digest import bytes_digest

@@ -94,7 +94,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ProvidedPart:
     """A part of a chunk, and the client that provides its elements."""
 
     region: Region
@@ -117,7 +117,7 @@ class TensorPlan:
     path: str
     grid: ChunkGrid
     owners: npt.NDArray[np.int32]
-    pieces: Mapping[int, tuple[Piece, ...]]
+    pieces: Mapping[int, tuple[ProvidedPart, ...]]
 
     @property
     def name(self) -> str:
@@ -426,7 +426,7 @@ class _Draft:
 
     grid: ChunkGrid
     owners: npt.NDArray[np.int32]
-    pieces: Mapping[int, tuple[Piece, ...]]
+    pieces: Mapping[int, tuple[ProvidedPart, ...]]
     shared: Mapping[int, tuple[int, tuple[int, ...]]]
     loads: Mapping[int, int]
 
@@ -474,7 +474,7 @@ def _draft_on_grid(spec: TensorSpec, grid: ChunkGrid, assembler: int | None) -> 
             else:
                 owners[number] = client
                 loads[client] = loads.get(client, 0) + chunk.numel * itemsize
-    pieces: dict[int, tuple[Piece, ...]] = {}
+    pieces: dict[int, tuple[ProvidedPart, ...]] = {}
     for number, parts in sorted(split.items()):
         # The largest piece stays where it is, and only the others move.
         owner = max(parts, key=lambda part: part.region.numel).clients[0] if assembler is None else assembler
@@ -482,7 +482,7 @@ def _draft_on_grid(spec: TensorSpec, grid: ChunkGrid, assembler: int | None) -> 
         loads[owner] = loads.get(owner, 0) + grid.region(grid.index(number)).numel * itemsize
         # A piece that the owner holds itself is not sent.
         pieces[number] = tuple(
-            Piece(part.region, owner if owner in part.clients else part.clients[0]) for part in parts
+            ProvidedPart(part.region, owner if owner in part.clients else part.clients[0]) for part in parts
         )
     return _Draft(grid, owners, pieces, shared, loads)
 

@@ -1,19 +1,53 @@
-"""`save`: write a state tree as one checkpoint, together with all clients of the job."""
+"""`save`: write a state tree as one checkpoint, together with all clients of the job.
+
+A save is a `SaveAttempt`, as one client goes through it. `SaveAttempt.begin` ends when all clients agree on what is
+saved, and returns a `BegunSave`; `BegunSave.complete` does the rest, also in another thread: write, merge, commit. The
+drawing in `dtckpt.checkpoint.collective` shows both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.saving import save_handle
-from dtckpt.checkpoint.saving.attempt import SaveAttempt
+from dtckpt.checkpoint.saving.agree import (
+    DESCRIPTION_NAME,
+    TREE_NAME,
+    Agreed,
+    Agreement,
+    Proposal,
+    agree,
+    put_text,
+    read_all,
+    read_text,
+    unite_trees,
+)
+from dtckpt.checkpoint.saving.construction import Construction, Merge, validate_target
+from dtckpt.checkpoint.saving.plan import SavePlan
+from dtckpt.checkpoint.saving.replica_rules import validate_rules_used
 from dtckpt.checkpoint.saving.report import SaveReport
-from dtckpt.checkpoint.saving.state import State, state_of_tree
+from dtckpt.checkpoint.saving.state import MemorySource, State, state_of_tree
+from dtckpt.checkpoint.saving.stored_dtypes import validate_all_used
+from dtckpt.checkpoint.saving.write import ClientWriter
+from dtckpt.checkpoint.timing import Written, find_slow
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.storage.location import Location
+from dtckpt.storage import commit
+from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.folder import Folder
+from dtckpt.storage.location import Location, location_of
+
+logger = logging.getLogger("dtckpt.checkpoint")
+
+Stage = Callable[[State, SavePlan, Collective], State]
+"""Copies a client's planned state, so that later changes of its tensors do not reach the copy."""
 
 
 def save(
@@ -113,3 +147,225 @@ def save_state(
     attempt = SaveAttempt(path, collect, options, coordination or current_coordination(), participants, step=step)
     with attempt.collective.process_lock():
         return attempt.begin().complete()
+
+
+class SaveAttempt:
+    """A save that has not begun yet.
+
+    The caller holds ``collective.process_lock()`` from `begin` to the end of `BegunSave.complete`. An attempt that
+    fails in either leaves nothing under construction.
+
+    Args:
+        path: Where the checkpoint will be.
+        collect: Returns this client's description of the state; its errors reach all clients.
+        options: See `SaveOptions`.
+        coordination: The connection to the other clients.
+        participants: The clients that save; default: all of the job.
+        stage: Copies the state before `begin` returns; default: the state stays in the tensors' own memory.
+        extra_files: Files, by name, that the leader adds to the checkpoint; ``collect`` may still change them.
+        step: Which save this is; see `dtckpt.save`.
+        follow_link: As for `location_of`.
+    """
+
+    def __init__(
+        self,
+        path: str | Location,
+        collect: Callable[[], State],
+        options: SaveOptions,
+        coordination: Coordination,
+        participants: Sequence[int] | None = None,
+        *,
+        stage: Stage | None = None,
+        extra_files: Mapping[str, bytes] | None = None,
+        step: int | None = None,
+        follow_link: bool = True,
+    ) -> None:
+        self.collective = Collective(coordination, "save", options.timeout_s, participants)
+        self._path = path
+        self._collect = collect
+        self._options = options
+        self._member = coordination.member
+        self._stage = stage
+        self._extra_files = {} if extra_files is None else extra_files
+        self._step = step
+        self._follow_link = follow_link
+
+    def begin(self) -> BegunSave:
+        """Plan, agree with the other clients on what is saved, and stage.
+
+        Collective: Barrier ``save/begin``; and ``save/described`` and ``save/united`` where clients save different
+        things for the first time.
+        """
+        collective, phases = self.collective, self.collective.phases
+        phases.begin(self._path, is_shown=self._options.progress and collective.client == 0)
+        construction = Construction(on_failure=phases.end)
+
+        def show(proposal: Proposal, agreement: Agreement) -> None:
+            attempt = construction.join(agreement.token)
+            put_text(attempt, collective.client, DESCRIPTION_NAME, agreement.descriptions, proposal.text)
+            put_text(attempt, collective.client, TREE_NAME, agreement.trees, proposal.state.tree)
+
+        def read(name: str, client: int, digest: int) -> bytes:
+            assert construction.joined is not None  # noqa: S101  `show` comes first
+            return read_text(construction.joined.folder, name, client, digest)
+
+        with construction.removed_on_failure():
+            agreed = agree(
+                collective, lambda: self._propose(construction), self._copy, read, step=self._step, show=show
+            )
+            plan, staged = agreed.plan, agreed.staged
+            validate_all_used(tuple(rule[0] for rule in self._options.stored_dtypes), plan)
+            validate_rules_used(self._options, plan)
+            if isinstance(staged, Exception):
+                # The others are past their last round; they learn of the failure in their next one.
+                collective.run_round("edges" if plan.has_moves else "written", lambda: _fail(staged))
+            phases.expect("write", plan.loads.get(collective.client, 0))
+            return BegunSave(
+                path=self._path,
+                options=self._options,
+                job=self._member.job,
+                extra_files=self._extra_files,
+                collective=collective,
+                agreed=agreed,
+                construction=construction,
+            )
+
+    def _propose(self, construction: Construction) -> tuple[Proposal, bytes]:
+        """Describe and plan the state; on the leader, begin to build. Return this client's vote, too."""
+        # If the last save failed in the background and nobody has looked, its error is raised here, on all clients.
+        save_handle.raise_unseen_failure()
+        # Resolved here: a save in the background keeps its path when the process changes its working directory.
+        target = commit.commit_target_of(location_of(self._path, follow_link=self._follow_link))
+        construction.build_at(target)
+        proposal = Proposal.of(self._collect(), self.collective.participants, self._options)
+        token = ""
+        if self.collective.is_leader:
+            # Before the attempt begins: a save that is refused must not take away what another one has under
+            # construction.
+            validate_target(target, self._options, (spec.codec for spec in proposal.state.specs))
+            token = construction.lead(self._member.attempt, self._member.incarnation)
+        return proposal, proposal.summary(str(target.where), token).to_bytes()
+
+    def _copy(self, state: State, plan: SavePlan) -> State:
+        """Stage the state while the others are waited for: the copy hides the wait.
+
+        A state that is not staged is read later, by threads on streams of their own; so the work that fills it on
+        cards must have ended.
+        """
+        if self._stage is not None:
+            with self.collective.phases.measure("stage"):
+                return self._stage(state, plan, self.collective)
+        if isinstance(state.source, MemorySource):
+            state.source.synchronize()
+        return state
+
+
+def _fail(error: Exception) -> None:
+    """Raise an error, as this client's part of a round."""
+    raise error
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BegunSave:
+    """A save on which all clients have agreed; `complete` writes and commits it.
+
+    Args:
+        path: The path that the caller gave.
+        options: See `SaveOptions`.
+        job: Name of the job.
+        extra_files: Files, by name, that the leader adds to the checkpoint.
+        collective: The operation, after its first round.
+        agreed: What all clients have agreed on.
+        construction: What this client has under construction.
+    """
+
+    path: str | Location
+    options: SaveOptions
+    job: str
+    extra_files: Mapping[str, bytes]
+    collective: Collective
+    agreed: Agreed
+    construction: Construction
+
+    @property
+    def where(self) -> Location:
+        """Where the checkpoint will be, also if the process changes its working directory meanwhile."""
+        return self.construction.target.where
+
+    def complete(self) -> SaveReport:
+        """Write and commit. Collective: barriers ``save/edges`` (where needed), ``save/written``, ``save/merged``."""
+        construction, collective, plan = self.construction, self.collective, self.agreed.plan
+        with construction.ended():
+            writer = ClientWriter(
+                plan,
+                construction.join(self.agreed.agreement.token),
+                client=collective.client,
+                clients=collective.participants,
+                source=self.agreed.state.source,
+                options=self.options,
+                count=collective.phases.count,
+            )
+            if plan.has_moves:
+                collective.run_round("edges", lambda: self._hand_over(writer))
+            # After this barrier all chunks are written, and synced if they must be: the leader may merge.
+            payloads = collective.run_round("written", lambda: self._write(writer), phase="write")
+            collective.run_round("merged", lambda: self._commit(payloads), phase="merge")
+            collective.phases.end()
+            return SaveReport(self.where, plan.nbytes, collective.phases.costs)
+
+    def _hand_over(self, writer: ClientWriter) -> None:
+        with self.construction.takeover_explained():
+            writer.hand_over()
+
+    def _write(self, writer: ClientWriter) -> bytes:
+        agreement, construction = self.agreed.agreement, self.construction
+        with construction.takeover_explained():
+            # Where descriptions were exchanged, so were the trees.
+            if len(agreement.trees) > 1 and not agreement.needs_exchange:
+                attempt = construction.join(agreement.token)
+                put_text(attempt, self.collective.client, TREE_NAME, agreement.trees, self.agreed.state.tree)
+            digest = writer.write()
+        return Written(digest, self.collective.phases.costs).to_bytes()
+
+    def _commit(self, payloads: Mapping[int, bytes]) -> None:
+        """On the leader, make one checkpoint of what all clients wrote; on the others, do nothing.
+
+        Args:
+            payloads: What each client said when it had written its part.
+        """
+        construction, agreement = self.construction, self.agreed.agreement
+        if construction.led is None:
+            return
+        written = {client: Written.from_bytes(data) for client, data in payloads.items()}
+        costs = {client: part.costs for client, part in written.items()}
+        if slow := find_slow(costs):
+            logger.warning("save of %s: %s", self.path, slow)
+        with construction.takeover_explained():
+            tree = self._united_tree(construction.led.folder)
+            self._write_extra_files(construction.led.folder)
+            contents = self.agreed.state.contents()
+        merge = Merge(
+            plan=self.agreed.plan,
+            chunk_lists={client: part.chunk_list for client, part in written.items()},
+            tree=tree,
+            job=self.job,
+            num_clients=len(self.collective.participants),
+            costs=costs,
+            contents=contents,
+        )
+        texts = ([DESCRIPTION_NAME] if agreement.needs_exchange else []) + [TREE_NAME] * (not agreement.is_same)
+        construction.commit(merge, self.options, working_files=texts)
+
+    def _united_tree(self, root: Folder) -> bytes:
+        """Return the union of all clients' trees."""
+        trees = self.agreed.agreement.trees
+        if len(trees) == 1:
+            return self.agreed.state.tree
+        return unite_trees(read_all(TREE_NAME, trees, partial(read_text, root)))
+
+    def _write_extra_files(self, root: Folder) -> None:
+        for name, data in self.extra_files.items():
+            with translate_errors(f"write {name}", root):
+                root.write(name, data)
+                if self.options.fsync:
+                    root.sync([name])

@@ -11,12 +11,11 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.saving import save_handle
-from dtckpt.checkpoint.saving.attempt import BegunSave, SaveAttempt
-from dtckpt.checkpoint.saving.buckets import BucketSource, stage_in_buckets
 from dtckpt.checkpoint.saving.plan import SavePlan
 from dtckpt.checkpoint.saving.report import SaveReport
+from dtckpt.checkpoint.saving.save import BegunSave, SaveAttempt
 from dtckpt.checkpoint.saving.save_handle import SaveHandle, SaveProgress, SaveStats
-from dtckpt.checkpoint.saving.staging import StagingMemory
+from dtckpt.checkpoint.saving.staging import BucketSource, StagingMemory, stage_in_buckets
 from dtckpt.checkpoint.saving.state import State, state_of_tree
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
@@ -142,7 +141,7 @@ def start_save(
         begun = attempt.begin()
         # If the save cannot begin, the stack releases the locks; from here on the background thread does.
         locks = stack.pop_all()
-    buckets = begun.state.source if isinstance(begun.state.source, BucketSource) else None
+    buckets = source if isinstance(source := begun.agreed.state.source, BucketSource) else None
     # The time for which the program, and so training, stood still.
     blocking_s = time.monotonic() - start
     # The locks are released before ``then`` is called: other saves need not wait for the removal of old checkpoints.

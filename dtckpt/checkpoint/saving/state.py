@@ -10,27 +10,31 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from dtckpt.checkpoint.gc_pause import gc_paused
-from dtckpt.checkpoint.leaves import as_leaf, host_array, is_elsewhere, is_tensor, validate_mode
+from dtckpt.checkpoint.leaves import as_leaf, host_array, is_elsewhere, is_stateful, is_tensor, validate_mode
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.per_client import ClientNumber
-from dtckpt.checkpoint.saving.object_states import ObjectStates
+from dtckpt.checkpoint.parameter_names import ParameterNames, named_state
+from dtckpt.checkpoint.per_client import ClientNumber, PerClient
+from dtckpt.checkpoint.rng_state import RngState
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, TensorSpec, copies_of, holdings_of
 from dtckpt.checkpoint.saving.replica_check import Copy
-from dtckpt.checkpoint.saving.replica_rules import ReplicaRules, Role
+from dtckpt.checkpoint.saving.replica_rules import ReplicaRules, Role, Roles
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
 from dtckpt.checkpoint.saving.write import Source
-from dtckpt.checkpoint.shards import Shards
+from dtckpt.checkpoint.shards import Shards, shard_marks, sharded_state
 from dtckpt.dtensor.torch_interop import KeptLayouts
 from dtckpt.errors import SliceError
 from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
-from dtckpt.format.slices import parse_slice_spec
+from dtckpt.format.containers import ClientValues
 from dtckpt.format.tree_union import value_paths
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 from dtckpt.layout.root_layout import root_layout
+from dtckpt.layout.text_format import parse_slice_spec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,3 +213,53 @@ class MemorySource:
         if id(memory) not in self._host:
             self._host[id(memory)] = host_array(memory)
         return self._host[id(memory)]
+
+
+class ObjectStates:
+    """Returns the states of the objects in one tree, for `dtckpt.format.tree.flatten`.
+
+    Two kinds of objects come last. Optimizers, as the names of their parameters are those of tensors of the tree. And
+    the states of random number generators, as the ``state_dict()`` of another object may draw a number.
+
+    Args:
+        client: The client's place among those that save.
+
+    Attributes:
+        roles: The roles of the tensors in the states that were returned.
+    """
+
+    def __init__(self, client: ClientNumber) -> None:
+        self._client = client
+        self._marks = shard_marks()
+        self.roles = Roles()
+        self._modules: list[tuple[nn.Module, str]] = []
+        self._names: ParameterNames | None = None
+
+    def __call__(self, value: Any, path: str) -> Any:
+        """Return the state of an object at a path, and any other value itself."""
+        if isinstance(value, PerClient):
+            return ClientValues({self._client.number: value.value}, self._client.num_clients)
+        if not is_stateful(value):
+            return value
+        if isinstance(value, Optimizer):
+            return trees.Late(0, lambda leaves: self._noted(value, named_state(value, self._names_of(leaves))))
+        if isinstance(value, RngState):
+            return trees.Late(1, lambda _: value.state_dict())
+        if isinstance(value, nn.Module):
+            self._modules.append((value, path))
+        return self._noted(value, value.state_dict())
+
+    def _noted(self, owner: Any, state: Any) -> Any:
+        """Return an object's state with `Shards` in place of marked tensors, and note the roles of its tensors."""
+        state = sharded_state(owner, state, self._marks)
+        self.roles.note(owner, state)
+        return state
+
+    def _names_of(self, leaves: Mapping[str, Any]) -> ParameterNames:
+        # Once: some jobs have an optimizer for each parameter.
+        if self._names is None:
+            self._names = ParameterNames()
+            for module, path in self._modules:
+                self._names.add_module(module, path)
+            self._names.add_tensors(leaves)
+        return self._names

@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,13 +25,13 @@ from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reading.read_chunks import convert
 from dtckpt.checkpoint.saving.digests import ChunkDigester, TensorDigests, chunk_digester
-from dtckpt.checkpoint.saving.documents import documents_of_share
-from dtckpt.checkpoint.saving.plan import SavePlan, TensorPlan
+from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, SavePlan, TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy, copy_digests
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.format.digest import as_bytes, bytes_digest
+from dtckpt.format.digest import as_bytes, bytes_digest, documents_digest
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import BLOCKS_NAME
+from dtckpt.format.zarr_documents import documents
 from dtckpt.layout.region import Region
 from dtckpt.storage.commit import CommitAttempt
 from dtckpt.storage.failures import translate_errors
@@ -284,3 +285,28 @@ class ClientWriter:
 
 def _edges_name(owner: int) -> str:
     return f"{EDGES_PREFIX}{owner}"
+
+
+# --- the zarr.json documents of arrays and groups, the same on all clients --------------------------------------------
+
+
+@lru_cache(maxsize=KEPT_STRUCTURES)
+def plan_documents(plan: SavePlan, *, raw_bits: bool) -> tuple[Sequence[tuple[str, bytes]], int]:
+    """Return every ``zarr.json`` by its key, and the digest of all; they do not depend on the tensors' elements.
+
+    Args:
+        plan: The plan of the save.
+        raw_bits: See `dtckpt.checkpoint.options.SaveOptions`.
+    """
+    by_key = documents(plan.tensors, raw_bits=raw_bits)
+    return list(by_key.items()), documents_digest(by_key.items())
+
+
+def documents_of_share(
+    plan: SavePlan, client: int, clients: Sequence[int], *, raw_bits: bool
+) -> Sequence[tuple[str, bytes]]:
+    """Return the documents that one client writes; none, if it is not among the clients that share them."""
+    if client not in clients:
+        return ()
+    listed, _ = plan_documents(plan, raw_bits=raw_bits)
+    return listed[clients.index(client) :: len(clients)]

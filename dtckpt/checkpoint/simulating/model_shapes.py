@@ -25,8 +25,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dtckpt.checkpoint.reading.similar_names import did_you_mean
-from dtckpt.errors import ConfigError, DtckptError
+from dtckpt.errors import ConfigError, DtckptError, did_you_mean
 from dtckpt.format.dtypes import validate_dtype
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.layout import text_format

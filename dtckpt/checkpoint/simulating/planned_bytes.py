@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from dtckpt.checkpoint.reading.manifest_files import ArrayChunks
+from dtckpt.checkpoint.reading.manifest_files import ArrayInfo
 from dtckpt.checkpoint.reading.plan import plan_tensor_reads
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.read_once_plan import pays, rows_layout
@@ -106,21 +106,8 @@ def described_infos(model: ModelShapes) -> dict[str, TensorInfo]:
             name = f"{prefix}/{parameter.name}"
             grid = ChunkGrid(parameter.shape, tuple(max(1, size) for size in parameter.shape))
             kind = ArrayKind(dtype, dtype, grid, np.zeros(grid.num_chunks, np.int32), parameter.layout)
-            infos[name] = _info(ArrayEntry(name, name, kind, np.empty(0, np.uint64)))
+            infos[name] = ArrayInfo.of(ArrayEntry(name, name, kind, np.empty(0, np.uint64)))
     return infos
-
-
-def _info(entry: ArrayEntry) -> TensorInfo:
-    return TensorInfo(
-        name=entry.name,
-        shape=entry.shape,
-        dtype_name=entry.dtype,
-        stored_dtype_name=entry.stored_dtype,
-        layout=entry.layout,
-        nbytes=entry.stored_nbytes,
-        content_digest=None,
-        _stored=ArrayChunks(entry),
-    )
 
 
 def stored_infos(plan: SavePlan) -> dict[str, TensorInfo]:
@@ -133,7 +120,7 @@ def stored_infos(plan: SavePlan) -> dict[str, TensorInfo]:
         kind = kinds.get(key) or kinds.setdefault(
             key, ArrayKind(tensor.dtype, tensor.stored_dtype, tensor.grid, tensor.owners, tensor.layout)
         )
-        infos[tensor.name] = _info(ArrayEntry(tensor.name, tensor.path, kind, np.empty(0, np.uint64)))
+        infos[tensor.name] = ArrayInfo.of(ArrayEntry(tensor.name, tensor.path, kind, np.empty(0, np.uint64)))
     return infos
 
 
@@ -155,9 +142,8 @@ def stored_tensors(infos: Mapping[str, TensorInfo], targets: Mapping[str, Layout
 
 
 def _entry(info: TensorInfo) -> ArrayEntry:
-    stored = info._stored
-    assert isinstance(stored, ArrayChunks)  # noqa: S101  (`stored_infos` made it)
-    return stored.entry
+    assert isinstance(info, ArrayInfo)  # noqa: S101  (`stored_infos` made it)
+    return info.entry
 
 
 def held_bytes(tensors: Iterable[StoredTensor], num_clients: int) -> Bytes:

@@ -16,7 +16,6 @@ from dtckpt.checkpoint.resharding.reshard_plan import DEFAULT_MAX_MEMORY, Reshar
 from dtckpt.checkpoint.resharding.windows import share_out
 from dtckpt.checkpoint.restoring.layout_choice import Layouts, choose_layout
 from dtckpt.checkpoint.saving.plan import SavePlan, TensorSpec, holdings_of, plan_save
-from dtckpt.checkpoint.simulating.machine import Machine
 from dtckpt.checkpoint.simulating.model_shapes import ModelShapes, open_model, validate_state
 from dtckpt.checkpoint.simulating.planned_bytes import (
     Bytes,
@@ -30,7 +29,7 @@ from dtckpt.checkpoint.simulating.planned_bytes import (
     stored_infos,
     stored_tensors,
 )
-from dtckpt.checkpoint.simulating.report import LinkLoad, Operation, Simulation
+from dtckpt.checkpoint.simulating.simulation import LinkLoad, Machine, SimulatedOperation, Simulation
 from dtckpt.errors import ConfigError, MeshError, format_nbytes
 from dtckpt.format.manifest import MAX_MANIFEST_NBYTES
 from dtckpt.layout.layout import Layout
@@ -234,7 +233,9 @@ class _Job:
         return self.machine.barrier_s(self.num_clients)
 
 
-def _save(plan: SavePlan, saved: SavedBytes, job: _Job, digests_nbytes: int, *, check_replicas: bool) -> Operation:
+def _save(
+    plan: SavePlan, saved: SavedBytes, job: _Job, digests_nbytes: int, *, check_replicas: bool
+) -> SimulatedOperation:
     clients = range(job.num_clients)
     # Copies on cards are compared on the host, so all of them are staged.
     device = job.device_load(saved.held if check_replicas else saved.staged, clients)
@@ -246,7 +247,7 @@ def _save(plan: SavePlan, saved: SavedBytes, job: _Job, digests_nbytes: int, *, 
         parts["hand over"] = 2 * handed.seconds + job.barrier_s
     parts["write"] = storage.seconds
     parts["commit"] = 2 * job.barrier_s + digests_nbytes / job.machine.host_storage
-    return Operation("save", parts, [device, storage], saved.written.tolist())
+    return SimulatedOperation("save", parts, [device, storage], saved.written.tolist())
 
 
 def _restore(
@@ -257,7 +258,7 @@ def _restore(
     clients: Sequence[int],
     *,
     digests_nbytes: int,
-) -> Operation:
+) -> SimulatedOperation:
     index = job.storage_load(np.full(len(clients), digests_nbytes, np.int64), clients)
     storage, network = job.storage_load(moved.read, clients), job.network_load(moved, clients)
     device = job.device_load(held, clients)
@@ -265,17 +266,19 @@ def _restore(
     if network.total_nbytes:
         parts["share"] = network.seconds
     parts |= {"load": device.seconds, "agree": job.barrier_s}
-    return Operation(name, parts, [storage, network, device], moved.read.tolist())
+    return SimulatedOperation(name, parts, [storage, network, device], moved.read.tolist())
 
 
-def _redistribute(moved: MovedBytes, job: _Job, clients: Sequence[int]) -> Operation:
+def _redistribute(moved: MovedBytes, job: _Job, clients: Sequence[int]) -> SimulatedOperation:
     network = job.network_load(moved, clients)
-    return Operation("redistribute", {"move": network.seconds}, [network], (moved.received + moved.within).tolist())
+    return SimulatedOperation(
+        "redistribute", {"move": network.seconds}, [network], (moved.received + moved.within).tolist()
+    )
 
 
 def _reshard(
     infos: Mapping[str, TensorInfo], target: ReshardTarget, options: SaveOptions, workers: int, machine: Machine
-) -> Operation:
+) -> SimulatedOperation:
     start = time.perf_counter()
     plan = plan_reshard(
         infos, target.specs(infos), max_memory=DEFAULT_MAX_MEMORY * workers, chunk_nbytes=options.chunk_nbytes
@@ -294,7 +297,7 @@ def _reshard(
     total = nbytes + plan.read_nbytes
     of_worker = round(total * most / max(1, nbytes))
     storage = LinkLoad("storage", total, of_worker, machine.storage_s(of_worker, total))
-    return Operation(
+    return SimulatedOperation(
         "reshard", {"plan": plan_s, "read and write": storage.seconds}, [storage], [plan.read_nbytes, nbytes]
     )
 

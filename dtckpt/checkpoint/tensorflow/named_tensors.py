@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 from dtckpt.checkpoint.leaves import as_leaf
+from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.new_tensors import empty_dtensor
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.checkpoint.restoring.restore import run_restore
@@ -44,8 +44,8 @@ def sharded_save(
         file_prefix: Directory of the checkpoint.
         tensor_names: One name per tensor. A name may occur several times with slices that do not overlap.
         shape_and_slices: One string per tensor: ``""`` for a whole tensor; for a slice of a larger tensor, the larger
-            shape and the slice's position, as in ``"4 5 0,2:-"`` (see `dtckpt.format.slices`). Elements that no slice
-            covers cannot be read back.
+            shape and the slice's position, as in ``"4 5 0,2:-"`` (see `dtckpt.layout.text_format`). Elements that no
+            slice covers cannot be read back.
         tensors: DTensors on ``mesh``, or plain tensors (a copy on every client).
         options: See `SaveOptions`.
 

@@ -16,12 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.saving.attempt import SaveAttempt
 from dtckpt.checkpoint.saving.plan import Holding, TensorPlan, TensorSpec
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.checkpoint.saving.report import SaveReport
+from dtckpt.checkpoint.saving.save import SaveAttempt
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
@@ -129,7 +130,7 @@ class DurableWriter:
             coordination.leave()
 
 
-class RateLimitedSource:
+class RateLimitedSource(Source):
     """Elements that are fetched no faster than at a rate.
 
     Args:
@@ -146,16 +147,21 @@ class RateLimitedSource:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        self.max_pending_nbytes = source.max_pending_nbytes
         self._source, self._max_rate, self._clock, self._sleep = source, max_rate, clock, sleep
         self._free_at: float | None = None
 
+    @property
+    @override
+    def max_pending_nbytes(self) -> int | None:
+        return self._source.max_pending_nbytes
+
+    @override
     def expect(self, regions: Iterator[tuple[TensorPlan, Region]]) -> None:
-        """As `Source.expect`."""
         self._source.expect(regions)
 
+    @override
     def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
-        """As `Source.fetch`. Blocks: until the bytes before these could have been written at the rate."""
+        # Wait until the bytes before these could have been written at the rate.
         now = self._clock()
         self._free_at = now if self._free_at is None else max(now, self._free_at)
         self._sleep(self._free_at - now)
@@ -163,8 +169,8 @@ class RateLimitedSource:
         self._free_at += elements.nbytes / self._max_rate
         return elements
 
+    @override
     def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
-        """As `Source.copies`."""
         return self._source.copies(plan, region)
 
 

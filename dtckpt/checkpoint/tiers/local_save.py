@@ -1,20 +1,53 @@
-"""A save in the local tier, as values: the request, the save when it has begun, and the payload of its first round."""
+"""Save a step in the local tier: copy, agree, take digests, vote, and copy to other hosts.
+
+A local save has three rounds. In ``local/begin`` every client copies its share into a file of its host's tier, and says
+so; training waits for no more than that. In the background the clients meet in ``local/staged`` when all have copied:
+digests would take the processor from a neighbour that still copies. Then they take digests, and in ``local/held`` all
+learn whether all parts are whole. From then on the save counts, and the parts are copied to other hosts::
+
+    training      | begin: copy |  next steps ...
+    background                  | staged | digests | held: all parts are whole | copies to partners |  (written to root)
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import groupby
+from operator import itemgetter
+from typing import Any
 
+import numpy as np
+
+from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.leaves import host_array
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.saving.agree import Agreed, Proposal, agree
 from dtckpt.checkpoint.saving.plan import SavePlan
+from dtckpt.checkpoint.saving.report import SaveReport
+from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.staging import ALIGNMENT, written_regions
 from dtckpt.checkpoint.saving.state import MemorySource, State
-from dtckpt.checkpoint.tiers.host_folder import PartFile
-from dtckpt.checkpoint.tiers.near_copies import near_copies
-from dtckpt.checkpoint.tiers.records import SaveId
+from dtckpt.checkpoint.tiers.holdings import saves_to_keep
+from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
+from dtckpt.checkpoint.tiers.near_copies import NearCopies, near_copies
+from dtckpt.checkpoint.tiers.open_part import piece_digest
+from dtckpt.checkpoint.tiers.records import PartIndex, PartPiece, PartTensor, SaveId
+from dtckpt.checkpoint.tiers.replicator import Copy
+from dtckpt.checkpoint.tiers.session import Joined, TierSession, noted
+from dtckpt.comm.background_threads import Pool
+from dtckpt.coordination.api import Coordination
+from dtckpt.errors import CheckpointError
 from dtckpt.format.dtypes import DTYPES
+from dtckpt.layout.region import Region
+
+_THREADED_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +71,14 @@ class SaveRequest:
     compares_copies: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Begun:
     """A local save whose elements are in the tier; nobody has voted on the parts yet.
 
     Args:
         save: Its identity.
-        plan: What all clients write.
-        state: This client's state, in the tensors' own memory.
-        staged: The same, in the tier; or why this client could not copy it after all.
+        joined: What the clients knew of each other's hosts when it began.
+        agreed: What all clients have agreed on, and this client's state in the tier.
         file: The file that holds it.
         metrics: The metrics of the step, on client 0.
         protected: By client, the newest saves that had all copies of the client's part.
@@ -55,32 +87,51 @@ class Begun:
     """
 
     save: SaveId
-    plan: SavePlan
-    state: State
-    staged: State | Exception | None
-    file: PartFile | None
+    joined: Joined
+    agreed: Agreed
+    file: SaveFile
     metrics: Mapping[str, float]
     protected: Mapping[int, Sequence[SaveId]]
     is_agreed: bool
     has_compared: bool
 
-    @property
-    def staged_state(self) -> State:
-        """The state in the tier. Raises: DtckptError: This client could not copy it."""
-        if isinstance(self.staged, Exception):
-            raise self.staged
-        assert self.staged is not None  # noqa: S101  one or the other
-        return self.staged
 
+class SaveFile:
+    """The file that this client's part of a local save is copied to; it goes back if the save fails.
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A client's part of ``local/begin``: its state, the plan that it expects, the staged state, its description."""
+    Args:
+        folder: The parts of this host.
+        joined: What the clients know of each other.
+    """
 
-    state: State
-    plan: SavePlan
-    digest: int
-    staged: State | Exception | None = None
+    def __init__(self, folder: HostFolder, joined: Joined) -> None:
+        self._folder = folder
+        self._joined = joined
+        self._plan: SavePlan | None = None
+        self._file: PartFile | None = None
+
+    def take(self, plan: SavePlan) -> PartFile:
+        """Return the file for a part of a plan. Raises: StorageFullError: The tier is full."""
+        if self._file is None or plan is not self._plan:
+            self.give_back()
+            self._file = self._folder.take(part_nbytes(plan, self._joined.client, self._joined.neighbours))
+            self._plan = plan
+        return self._file
+
+    def give_back(self) -> None:
+        """Give the file back to the folder."""
+        file, self._file = self._file, None
+        if file is not None:
+            self._folder.give_back(file)
+
+    @contextmanager
+    def given_back_on_failure(self) -> Iterator[None]:
+        """Give the file back if the work inside fails."""
+        try:
+            yield
+        except BaseException:
+            self.give_back()
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +158,113 @@ class BeginVote:
         return cls(saves, is_free, compares, SaveId.parse(save) if save else None, summary.encode())
 
 
+def save_in_tier(
+    session: TierSession,
+    request: SaveRequest,
+    coordination: Coordination,
+    then: Callable[[Begun, SaveHandle], object],
+) -> SaveHandle:
+    """Save a step in the tier; return when it is copied there, and all clients agree on it.
+
+    Collective: Over all clients; barriers ``local/begin`` (and ``local/united`` where clients pass different things
+    for the first time), ``local/staged`` and ``local/held`` in the background.
+
+    Args:
+        session: The tier.
+        request: What is saved, and how.
+        coordination: The connection to the other clients.
+        then: Called in the background when all clients know whether the save counts.
+
+    Raises:
+        StorageError: A tier cannot be written, or is full; nothing was saved.
+        DtckptError: As `dtckpt.save_async`.
+    """
+    start = time.monotonic()
+    timeout_s = request.options.timeout_s
+    collective = Collective(coordination, "local", timeout_s)
+    with ExitStack() as stack:
+        stack.enter_context(collective.process_lock())
+        begun = _begin(session, request, collective)
+        locks = stack.pop_all()
+    path = session.folder.path / begun.save.name
+    handle = SaveHandle(path, collective.phases, timeout_s=timeout_s, blocking_s=time.monotonic() - start)
+
+    def complete() -> SaveReport:
+        _hold(session, begun, collective)
+        return SaveReport(path, begun.agreed.plan.nbytes, collective.phases.costs)
+
+    handle.launch(complete, locks, lambda ended: then(begun, ended))
+    return handle
+
+
+# --- begin: copy and agree --------------------------------------------------------------------------------------------
+
+
+def _begin(session: TierSession, request: SaveRequest, collective: Collective) -> Begun:
+    """Copy this client's share into the tier, and agree with the others. Collective: as `save_in_tier`."""
+    joined, client, phases = session.joined, collective.client, collective.phases
+    phases.begin(session.folder.path, is_shown=False)
+    file = SaveFile(session.folder, joined)
+
+    def compares(state: State) -> bool:
+        return request.compares_copies and is_on_host(state)
+
+    def propose() -> tuple[Proposal, bytes]:
+        proposal = Proposal.of(request.collect(), collective.participants, request.options)
+        # Here, so that a tier that is full is this client's vote.
+        file.take(proposal.plan)
+        summary = proposal.summary()
+        # Those of this save alone: the text of a tree has its plain values, so each step has another one.
+        joined.server.keep_texts({proposal.digest: proposal.text, summary.tree: proposal.state.tree})
+        vote = BeginVote(
+            session.replicator.protected,
+            session.replicator.is_free,
+            compares(proposal.state),
+            _new_save(session, request, len(collective.participants)) if collective.is_leader else None,
+            summary.to_bytes(),
+        )
+        return proposal, vote.to_bytes()
+
+    def stage(state: State, plan: SavePlan) -> State:
+        memory = file.take(plan).staging
+        near = near_copies(plan, client, joined.neighbours)
+        with phases.measure("stage"):
+            return memory.stage(state, plan, client, with_copies=compares(state), count=phases.count, beside=near)
+
+    def read(_: str, other: int, digest: int) -> bytes:
+        return joined.server.texts[digest] if other == client else joined.peer_of(other).text(digest)
+
+    with file.given_back_on_failure():
+        agreed = agree(
+            collective,
+            propose,
+            stage,
+            read,
+            step=request.step,
+            summary_of=lambda data: BeginVote.from_bytes(data).summary,
+        )
+    votes = {each: BeginVote.from_bytes(data) for each, data in agreed.payloads.items()}
+    save = votes[collective.leader].save
+    assert save is not None  # noqa: S101  the leader names it
+    session.newest = save.number
+    return Begun(
+        save=save,
+        joined=joined,
+        agreed=agreed,
+        file=file,
+        metrics=request.metrics,
+        protected={each: vote.protected for each, vote in votes.items()},
+        # By all clients or by none: if each left out other saves, none would ever have all of its copies.
+        is_agreed=all(vote.is_free for vote in votes.values()),
+        has_compared=all(vote.compares for vote in votes.values()),
+    )
+
+
+def _new_save(session: TierSession, request: SaveRequest, num_clients: int) -> SaveId:
+    number, is_durable = session.next_number(), request.is_durable()
+    return SaveId(number, request.step, num_clients, is_durable, secrets.token_hex(4), session.root)
+
+
 def is_on_host(state: State) -> bool:
     """Whether all elements are in host memory: only there replicas are digested where they are."""
     source = state.source
@@ -122,3 +280,115 @@ def part_nbytes(plan: SavePlan, client: int, neighbours: tuple[int, ...]) -> int
         for tensor in plan.tensors
         for region in (*written_regions(tensor, client), *copies.get(tensor.name, ()))
     )
+
+
+# --- in the background: take digests, vote, copy ----------------------------------------------------------------------
+
+
+def _hold(session: TierSession, begun: Begun, collective: Collective) -> None:
+    """Take digests, make the part whole, vote, and begin to copy.
+
+    Collective: Over all clients; barriers ``local/staged`` and ``local/held``.
+    """
+    save, plan, client, folder = begun.save, begun.agreed.plan, collective.client, session.folder
+    host = session.tier.host_name
+
+    def check_staged() -> None:
+        _ = begun.agreed.state
+
+    def put() -> tuple[PartIndex, bytes]:
+        file = begun.file.take(plan)
+        near = near_copies(plan, client, begun.joined.neighbours)
+        tensors, pieces, copies = described_pieces(begun.agreed.state, plan, file, client, near)
+        tree = begun.agreed.state.tree
+        index = PartIndex(save, client, file.nbytes, tree, tensors, pieces, begun.metrics, copies)
+        folder.put(file, index, index.to_bytes(), is_voted=False)
+        return index.without_copies(), b""
+
+    with begun.file.given_back_on_failure():
+        # Digests would take the processor, and memory bandwidth, from clients of this machine that still copy.
+        collective.run_round("staged", check_staged, phase="digest")
+        sent, _ = collective.run_round_with_value("held", put, phase="digest")
+    collective.phases.end()
+    # The save counts, whatever becomes of this host: the other clients go on, and so does this one.
+    with noted(host):
+        folder.note_voted(save, client)
+    _copy(session, begun, sent)
+    with noted(host):
+        _remove_old(session, begun)
+
+
+def _copy(session: TierSession, begun: Begun, index: PartIndex) -> None:
+    """Begin to send this client's part to the hosts that hold copies of it."""
+    save, joined, host = begun.save, begun.joined, session.tier.host_name
+    senders = [info for other, info in joined.hosts.items() if host in joined.placement.partners(other)]
+    session.expected.expect(save, (client for info in senders for client in info.clients))
+    peers = [joined.peer(other) for other in joined.placement.partners(host)]
+    unpin = session.folder.pin(save)
+    data = begun.file.take(begun.agreed.plan).view[: index.nbytes]
+    protect = partial(session.replicator.protect, save)
+    copy = Copy(save, joined.client, index.to_bytes(), data, peers, unpin, protect, begun.is_agreed)
+    session.replicator.submit(copy)
+
+
+def _remove_old(session: TierSession, begun: Begun) -> None:
+    save = begun.save
+    voted = [each for each in session.folder.parts().voted if each <= save and each.belongs_to(save.root)]
+    by_all = set.intersection(*(set(saves) for saves in begun.protected.values()))
+    kept = saves_to_keep(voted, session.tier.keep, max(by_all, default=None))
+    session.folder.remove_all_but(kept, with_others=begun.joined.is_first_on_host)
+
+
+def described_pieces(
+    staged: State, plan: SavePlan, file: PartFile, client: int, copies: NearCopies
+) -> tuple[tuple[PartTensor, ...], tuple[PartPiece, ...], tuple[PartPiece, ...]]:
+    """Return the tensors, pieces and near copies of a part that is staged in a file; digests are taken here.
+
+    Args:
+        staged: This client's state, with its elements in the file.
+        plan: What all clients write.
+        file: The file.
+        client: This client.
+        copies: The regions of which this client keeps near copies.
+    """
+    tensors = tuple(PartTensor(spec.name, spec.shape, spec.dtype, spec.layout) for spec in staged.specs)
+    numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
+    own = ((tensor.name, region) for tensor in plan.tensors for region in written_regions(tensor, client))
+    near = ((name, region) for name, regions in copies.items() for region in regions)
+    found = list(_staged_boxes(staged, own))
+    num_own = len(found)
+    found += _staged_boxes(staged, near)
+    with Pool(1, "dtckpt-tier-digests") as pool:
+        digests: list[int | Future[int]] = [
+            pool.submit(piece_digest, name, region, elements)
+            if elements.nbytes >= _THREADED_NBYTES
+            else piece_digest(name, region, elements)
+            for name, region, elements in found
+        ]
+        done = [digest.result() if isinstance(digest, Future) else digest for digest in digests]
+    start = file.memory.data_ptr()
+    pieces = tuple(
+        PartPiece(
+            numbers[name],
+            region,
+            elements.ctypes.data - start,
+            tuple(step // elements.itemsize for step in elements.strides),
+            digest,
+        )
+        for (name, region, elements), digest in zip(found, done, strict=True)
+    )
+    return tensors, pieces[:num_own], pieces[num_own:]
+
+
+def _staged_boxes(
+    staged: State, regions: Iterable[tuple[str, Region]]
+) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
+    """Yield regions of tensors with views of their staged elements."""
+    source = staged.source
+    if not isinstance(source, MemorySource):
+        raise CheckpointError("a local save needs its elements in memory")
+    for name, of_tensor in groupby(regions, key=itemgetter(0)):
+        boxes = [(box, host_array(copies[0])) for box, copies in source.parts(name)]
+        for _, region in of_tensor:
+            box, elements = next((box, elements) for box, elements in boxes if box.contains(region))
+            yield name, region, elements[region.relative_to(box).slices()] if region.ndim else elements

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from dtckpt.checkpoint.reading.pieces import c_strides
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.digest import bytes_digest
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.stored_pieces import c_strides
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region

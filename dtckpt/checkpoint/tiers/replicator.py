@@ -10,6 +10,8 @@ still to send one that was agreed on, all send this one, and no newer one takes 
 
 A host that does not take copies gets the next save's all the same; the first failure is logged, and then the end of the
 trouble.
+
+`ExpectedCopies` are the copies that come to this host.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from dtckpt.checkpoint.tiers.host_folder import HostFolder, Stamp
 from dtckpt.checkpoint.tiers.peers import Peer
 from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.checkpoint.tiers.records import SaveId
@@ -203,3 +206,31 @@ def log_protection(placement: Placement, wanted: int) -> None:
     logger.info(
         "local tier: %d hosts, %d copies; a step is lost with probability %s", num_hosts, placement.copies, odds
     )
+
+
+class ExpectedCopies:
+    """The copies of one save that other hosts send to this one; a client that leaves waits for them.
+
+    Args:
+        folder: The parts of this host.
+    """
+
+    def __init__(self, folder: HostFolder) -> None:
+        self._folder = folder
+        self._stamps: dict[tuple[SaveId, int], Stamp] = {}
+        self._replaced: dict[tuple[SaveId, int], Stamp] = {}
+
+    def note_present(self, save: SaveId, clients: Iterable[int]) -> None:
+        """Note which copies there are now; before any client knows that one is damaged, and replaces it."""
+        self._stamps = {(save, client): self._folder.stamp(save, client) for client in clients}
+
+    def expect(self, save: SaveId, clients: Iterable[int]) -> None:
+        """Expect copies of the parts of clients: new ones, where there were others when they were noted."""
+        self._replaced = {(save, client): self._stamps.get((save, client)) for client in clients}
+
+    def have_come(self, refused: Collection[tuple[SaveId, int]]) -> bool:
+        """Whether all copies have come, or were refused."""
+        return all(
+            part in refused or self._folder.stamp(*part) not in (None, former)
+            for part, former in self._replaced.items()
+        )

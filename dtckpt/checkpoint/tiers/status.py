@@ -115,26 +115,27 @@ def read_status(folder: Folder) -> TierStatus | None:
 
 def write_status(folder: Folder, session: TierSession, begun: Begun) -> None:
     """Write the status after a save. On client 0, in the background. Raises: OSError: Storage refused."""
-    voted: dict[str, dict[SaveId, set[int]]] = {host: {} for host in session.hosts}
+    joined = begun.joined
+    voted: dict[str, dict[SaveId, set[int]]] = {host: {} for host in joined.hosts}
     voted_here = session.folder.parts().voted
     saves = {begun.save, *(save for save in voted_here if save <= begun.save and save.belongs_to(session.root))}
-    for host, info in session.hosts.items():
+    for host, info in joined.hosts.items():
         for client in info.clients:
             protected = begun.protected.get(client, ())
             for save in saves:
                 # The other hosts have acknowledged the copies of protected saves.
-                holders = (host, *session.placement.partners(host)) if save in protected else (host,)
+                holders = (host, *joined.placement.partners(host)) if save in protected else (host,)
                 for holder in holders:
                     voted[holder].setdefault(save, set()).add(client)
     parts = {host: HostParts({s: frozenset(c) for s, c in of_host.items()}, {}) for host, of_host in voted.items()}
     sender = session.replicator
     status = TierStatus(
         at_s=time.time(),
-        domains={host: info.domain for host, info in session.hosts.items()},
-        clients={host: info.clients for host, info in session.hosts.items()},
-        copies=session.placement.copies,
+        domains={host: info.domain for host, info in joined.hosts.items()},
+        clients={host: info.clients for host, info in joined.hosts.items()},
+        copies=joined.placement.copies,
         saves=tuple(held_saves(parts)),
-        nbytes=begun.plan.nbytes,
+        nbytes=begun.agreed.plan.nbytes,
         rate=sender.nbytes_sent / sender.seconds if sender.seconds else 0.0,
     )
     folder.make()  # again, if somebody has removed it

@@ -19,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
-from dtckpt.checkpoint.reading.piece_files import PieceChunks, info_of
+from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
+from dtckpt.checkpoint.reading.piece_reads import PieceInfo
+from dtckpt.checkpoint.reading.pieces import Piece, PieceIndex, PieceTensor
 from dtckpt.checkpoint.reading.read_chunks import convert, cut, validate_convertible
 from dtckpt.checkpoint.reading.read_regions import spare_threads
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
@@ -36,7 +38,6 @@ from dtckpt.format import tree as trees
 from dtckpt.format import tree_union
 from dtckpt.format.digest import as_bytes, bytes_digest
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.stored_pieces import ForeignIndex, ForeignTensor, Piece
 from dtckpt.layout.region import Region
 
 logger = logging.getLogger("dtckpt.tiers")
@@ -123,15 +124,16 @@ class _BoxRead:
         convert(elements, self.target)
 
 
-class _PartChunks(PieceChunks):
-    """The pieces of one tensor: exactly the elements that a region needs are read."""
+class _PartInfo(PieceInfo):
+    """A tensor of the local tier: exactly the elements that a region needs are read."""
 
+    @override
     def read_nbytes(self, region: Region) -> int:
         return region.numel * self.tensor.itemsize
 
 
-class TierFiles:
-    """The parts of one save; see `dtckpt.checkpoint.reading.checkpoint_files.CheckpointFiles`.
+class TierFiles(CheckpointFiles):
+    """The parts of one save.
 
     Args:
         save: The save.
@@ -163,11 +165,10 @@ class TierFiles:
         self._parts: dict[int, OpenPart] = {}
         self._numbers: dict[tuple[str, Region], tuple[int, int]] = {}
         self._near: dict[tuple[str, Region], tuple[int, int]] = {}
-        self.structure = _united_tree(indexes)
-        self.index = ForeignIndex(KIND, self._tensors(), self.structure)
+        self.index = PieceIndex(KIND, self._tensors(), _united_tree(indexes))
         self.tensors = TensorInfos(self.index.tensors, self._describe)
 
-    def _tensors(self) -> dict[str, ForeignTensor]:
+    def _tensors(self) -> dict[str, PieceTensor]:
         pieces: dict[str, list[Piece]] = defaultdict(list)
         facts: dict[str, tuple[tuple[int, ...], str, Any]] = {}
         for client, index in sorted(self.indexes.items()):
@@ -184,17 +185,22 @@ class TierFiles:
             for number, piece in enumerate(index.copies, len(index.pieces)):
                 self._near[index.tensors[piece.tensor].name, piece.region] = client, number
         return {
-            name: ForeignTensor(name, shape, dtype, tuple(pieces[name]), layout)
+            name: PieceTensor(name, shape, dtype, tuple(pieces[name]), layout)
             for name, (shape, dtype, layout) in facts.items()
         }
 
     def _describe(self, name: str) -> TensorInfo:
         tensor = self.index.tensors[name]
-        return info_of(tensor, _PartChunks(tensor, max_gap=0, max_nbytes=REQUEST_NBYTES))
+        return _PartInfo.of(tensor, max_gap=0, max_nbytes=REQUEST_NBYTES)
 
     @property
+    @override
+    def structure(self) -> trees.Node:
+        return self.index.structure
+
+    @property
+    @override
     def tree(self) -> bytes:
-        """As `CheckpointFiles.tree`."""
         return trees.dump(self.structure)
 
     @property
@@ -202,19 +208,20 @@ class TierFiles:
         """The metrics that the step was saved with."""
         return self.indexes[0].metrics
 
+    @override
     def fingerprint(self) -> bytes:
-        """As `CheckpointFiles.fingerprint`."""
         return f"{bytes_digest(self.identity.encode()):016x}".encode()
 
     # --- reads --------------------------------------------------------------------------------------------------
 
+    @override
     def read(
         self,
         requests: Iterable[tuple[str, RegionBuffers]],
-        max_in_flight: int | None,  # noqa: ARG002  local reads need no memory, and the others are few at a time
+        max_in_flight: int | None,
         count: Callable[[int], object],
     ) -> int:
-        """As `CheckpointFiles.read`."""
+        # `max_in_flight` bounds nothing: local reads need no memory, and the others are few at a time.
         local: list[_BoxRead] = []
         remote: dict[int, list[_BoxRead]] = defaultdict(list)
         for read in self._reads(requests):
@@ -346,8 +353,9 @@ class TierFiles:
 
     # --- checks -------------------------------------------------------------------------------------------------
 
-    def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:  # noqa: ARG002
-        """As `CheckpointFiles.validate_stored`: a part takes as much memory as it describes."""
+    @override
+    def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:
+        # A part takes as much memory as it describes.
         for name, region in regions:
             tensor = self.index.tensors[name]
             if not tensor.is_whole and sum(
@@ -355,22 +363,26 @@ class TierFiles:
             ) != math.prod(region.shape):
                 raise RegionNotFoundError(f"{region} of tensor {name!r} was not saved whole in step {self.save.step}")
 
+    @override
     def parts(self, name: str) -> Iterator[Region]:
-        """As `CheckpointFiles.parts`."""
         return (piece.region for piece in self.index.tensors[name].pieces)
 
+    @override
     def validate_part(self, name: str, region: Region) -> None:
-        """As `CheckpointFiles.validate_part`: reads verify everything."""
+        # Reads verify everything.
+        return
 
+    @override
     def validate_rest(self) -> None:
-        """As `CheckpointFiles.validate_rest`: there is nothing else."""
+        # There is nothing else.
+        return
 
+    @override
     def tied(self) -> Mapping[str, str]:
-        """As `CheckpointFiles.tied`."""
         return {}
 
+    @override
     def close(self) -> None:
-        """As `CheckpointFiles.close`."""
         self._parts.clear()
 
 

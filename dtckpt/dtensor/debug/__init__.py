@@ -2,8 +2,13 @@
 
 from dtckpt.dtensor.debug.comm_mode import CommDebugMode
 from dtckpt.dtensor.debug.explain import Explanation, Step, Traffic, explain
-from dtckpt.dtensor.debug.operator_statistics import clear_operator_statistics, operator_statistics
-from dtckpt.dtensor.debug.plan_cache import PlanCacheInfo, clear_plan_cache, plan_cache_info
+from dtckpt.dtensor.debug.statistics import (
+    PlanCacheInfo,
+    clear_operator_statistics,
+    clear_plan_cache,
+    operator_statistics,
+    plan_cache_info,
+)
 from dtckpt.dtensor.debug.visualize import sharding_grid, sharding_html, sharding_svg, visualize_sharding
 
 __all__ = [

@@ -39,7 +39,7 @@ _FORWARD, _BACKWARD, _RECOMPUTED = "forward", "backward", "activation checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class _Operation:
+class _OperatorRun:
     """An operator that ran; shapes, placements and mesh are those of its DTensor arguments."""
 
     name: str
@@ -60,7 +60,7 @@ class _Activity:
     communications: dict[str, Counter[str]] = field(
         default_factory=lambda: {phase: Counter() for phase in (_FORWARD, _BACKWARD)}
     )
-    operations: dict[str, Counter[_Operation]] = field(
+    operations: dict[str, Counter[_OperatorRun]] = field(
         default_factory=lambda: {phase: Counter() for phase in (_FORWARD, _BACKWARD, _RECOMPUTED)}
     )
     nbytes: Counter[str] = field(default_factory=Counter)
@@ -116,7 +116,7 @@ class CommDebugMode:
             activity.communications[_BACKWARD if position.is_backward else _FORWARD][communication.kind] += 1
             activity.nbytes[communication.kind] += communication.nbytes
 
-    def _note(self, operation: _Operation) -> None:
+    def _note(self, operation: _OperatorRun) -> None:
         position = self._tracker.position()
         phase = _RECOMPUTED if position.is_recomputing else _BACKWARD if position.is_backward else _FORWARD
         self._activities.setdefault(position.module, _Activity()).operations[phase][operation] += 1
@@ -218,11 +218,11 @@ class CommDebugMode:
         }
 
 
-def _shown(operations: Mapping[_Operation, int], noise_level: int) -> dict[_Operation, int]:
+def _shown(operations: Mapping[_OperatorRun, int], noise_level: int) -> dict[_OperatorRun, int]:
     return {operation: count for operation, count in operations.items() if operation.is_shown(noise_level)}
 
 
-def _json_operations(operations: Mapping[_Operation, int], noise_level: int) -> list[dict[str, Any]]:
+def _json_operations(operations: Mapping[_OperatorRun, int], noise_level: int) -> list[dict[str, Any]]:
     return [
         {
             "name": operation.name,
@@ -238,7 +238,7 @@ def _json_operations(operations: Mapping[_Operation, int], noise_level: int) -> 
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Notes each operator that runs: those on DTensors, and those on plain tensors that these turn into."""
 
-    def __init__(self, note: Callable[[_Operation], None], count: Callable[[observers.Communication], None]) -> None:
+    def __init__(self, note: Callable[[_OperatorRun], None], count: Callable[[observers.Communication], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above
         self._note, self._count = note, count
 
@@ -248,7 +248,7 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         """Note the operator, leave it to DTensors if they are among the arguments, else run it; count collectives."""
         tensors = [arg for arg in tree_leaves(args) if isinstance(arg, DTensor)]
         self._note(
-            _Operation(
+            _OperatorRun(
                 str(func),
                 tuple(tuple(tensor.shape) for tensor in tensors),
                 tuple(tensor.placements for tensor in tensors),

@@ -13,7 +13,7 @@ import torch
 from dtckpt.errors import LayoutError, LayoutTypeError, format_nbytes
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.region import Region
-from dtckpt.layout.svg import INK, PALETTE, Picture
+from dtckpt.pictures.svg import INK, PALETTE, Picture
 from dtckpt.redistribution.exchange_plan import (
     ExchangePlan,
     Move,

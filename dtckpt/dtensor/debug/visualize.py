@@ -2,37 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import LayoutError, LayoutTypeError
 from dtckpt.layout.layout import Layout
-from dtckpt.layout.region import Region
-from dtckpt.layout.sharding_drawing import (
-    MAX_DRAWN_RANK,
-    Subject,
-    range_text,
-    region_colours,
-    sharding_grid,
-    subject_svg,
-)
-from dtckpt.layout.svg import escape
+from dtckpt.pictures.sharding import Subject, sharding_grid, subject_html, subject_svg
+from dtckpt.pictures.terminal import print_sharding
 
 __all__ = ["sharding_grid", "sharding_html", "sharding_svg", "visualize_sharding"]
-
-MAX_TEXT_COLUMNS = 16
-"""Most columns of a drawn table; a tensor that is cut into more gets a list of regions."""
-
-MAX_TEXT_ROWS = 256
-"""Most rows of a table."""
-
-_MAX_FILE_COLUMNS = 10_000
 
 
 def _subject_of(tensor: DTensor | Layout, shape: Sequence[int] | None) -> Subject:
@@ -45,9 +23,6 @@ def _subject_of(tensor: DTensor | Layout, shape: Sequence[int] | None) -> Subjec
     if shape is not None and tuple(shape) != tuple(tensor.shape):
         raise LayoutError(f"drawing a DTensor: got shape {tuple(shape)}, expected its own, {tuple(tensor.shape)}")
     return Subject(tensor.layout, tuple(tensor.shape))
-
-
-# --- terminal -----------------------------------------------------------------------------------------------------
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
@@ -66,52 +41,8 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     """
     subject = _subject_of(dtensor, None)
     mesh = subject.layout.mesh
-    if mesh.device_ids[0] not in mesh.local_device_ids():
-        return
-    console = Console(highlight=False)
-    tables = _tables(subject, is_coloured=use_rich)
-    if not console.is_terminal:  # a file has no width to fold lines at
-        console.width = _MAX_FILE_COLUMNS
-    for line in [header] * bool(header) + subject.caption():
-        console.print(Text(line), soft_wrap=True)
-    for name, table in tables:
-        if name:
-            console.print(Text(name))
-        console.print(table)
-    if empty := sorted(device for _, devices in subject.empty for device in devices):
-        whole = "" if subject.filled else "the tensor has no elements: "
-        console.print(Text(f"{whole}no elements on {subject.devices(empty)}"), soft_wrap=True)
-    console.print()
-
-
-def _tables(subject: Subject, is_coloured: bool) -> list[tuple[str, Table]]:
-    texts = {
-        region: Text(subject.devices(devices), f"black on {region_colours(position)[0]}" if is_coloured else "")
-        for position, (region, devices) in enumerate(subject.filled)
-    }
-    rows, columns, panels = subject.rows, subject.columns, subject.panels
-    is_fine = len(columns) > MAX_TEXT_COLUMNS or len(rows) * len(panels) > MAX_TEXT_ROWS
-    if len(subject.shape) not in (2, MAX_DRAWN_RANK) or is_fine:
-        return [("", _region_table(texts))] if texts else []
-    corner = "dim {} \\ dim {}".format(*range(len(subject.shape))[-2:])
-    tables = []
-    for name, panel in panels.items():
-        table = Table(corner, *map(range_text, columns), box=box.SQUARE, show_lines=True)
-        for row in rows:
-            table.add_row(range_text(row), *(texts[panel[row, column][0]] for column in columns))
-        tables.append((name, table))
-    return tables
-
-
-def _region_table(texts: dict[Region, Text]) -> Table:
-    left = len(texts) - MAX_TEXT_ROWS
-    table = Table("region", "devices", box=box.SQUARE, caption=f"and {left} more" if left > 0 else None)
-    for region, text in itertools.islice(texts.items(), MAX_TEXT_ROWS):
-        table.add_row(Text(str(region)), text)
-    return table
-
-
-# --- pictures -----------------------------------------------------------------------------------------------------
+    if mesh.device_ids[0] in mesh.local_device_ids():
+        print_sharding(subject, header, is_coloured=use_rich)
 
 
 def sharding_svg(dtensor_or_layout: DTensor | Layout, shape: Sequence[int] | None = None, title: str = "") -> str:
@@ -145,16 +76,4 @@ def sharding_html(dtensor_or_layout: DTensor | Layout, shape: Sequence[int] | No
     Raises:
         LayoutError: The tensor has more than three dims, or the shape does not fit the layout.
     """
-    subject = _subject_of(dtensor_or_layout, shape)
-    rows = "".join(
-        f"<tr><td>{region}<td>{region.numel}<td>{escape(subject.devices(devices))}\n"
-        for region, devices in subject.cells
-    )
-    return (
-        f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{escape(title or "Sharding")}</title>\n'
-        "<style>body{margin:24px;font:14px system-ui,Helvetica,Arial,sans-serif;color:#1f2933;background:#fff}"
-        "svg{max-width:100%;height:auto}table{border-collapse:collapse;margin:8px 24px}"
-        "th,td{padding:4px 16px 4px 0;border-bottom:1px solid #e4e7eb;text-align:left}</style>\n"
-        f"{subject_svg(subject, title)}\n"
-        f"<table><tr><th>region<th>elements<th>devices\n{rows}</table></html>\n"
-    )
+    return subject_html(_subject_of(dtensor_or_layout, shape), title)

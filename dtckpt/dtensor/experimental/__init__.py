@@ -1,9 +1,12 @@
 """PyTorch's experimental functions on DTensors, under the same names."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from dtckpt.dtensor.experimental.context_parallel import context_parallel, context_parallel_unshard
-from dtckpt.dtensor.experimental.implicit_replication import implicit_replication
 from dtckpt.dtensor.experimental.local_map import local_map
 from dtckpt.dtensor.experimental.register_sharding import OperandSpec, register_sharding
+from dtckpt.dtensor.operators.plans import trust_plain_tensors_in_all_threads
 
 __all__ = [
     "OperandSpec",
@@ -13,3 +16,14 @@ __all__ = [
     "local_map",
     "register_sharding",
 ]
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Take plain tensors beside DTensors for replicated in a ``with`` block, without comparing the clients' values.
+
+    Outside of such a block they count as replicated too, but clients compare their values first. Blocks may be nested,
+    and hold for all threads, as PyTorch's do.
+    """
+    with trust_plain_tensors_in_all_threads():
+        yield

@@ -13,11 +13,10 @@ from torch.overrides import TorchFunctionMode
 from dtckpt.comm.collectives import all_gather_object
 from dtckpt.comm.process_groups import rank
 from dtckpt.comm.torch_device import device_of
-from dtckpt.dtensor import factories
 from dtckpt.dtensor.experimental.ring_attention import Ring, RingAttention, RingSchedule, runs_of
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.dtensor.tensorflow_names import MeshLike
 from dtckpt.errors import LayoutError, LayoutTypeError, MeshError, OperatorError
+from dtckpt.layout.device_mesh import MeshLike, require_mesh
 from dtckpt.layout.mesh import Mesh
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -51,7 +50,7 @@ def context_parallel(
         LayoutError: Buffers and dims do not fit, or a buffer requires grad.
         OperatorError: By attention: with a mask, with dropout, or causal between sequences of different lengths.
     """
-    ring = _ring_of(factories.require_mesh(mesh))
+    ring = _ring_of(require_mesh(mesh))
     tensors = list(buffers or [])
     dims = _sequence_dims(tensors, list(buffer_seq_dims or []))
     stay = {id(one) for one in no_restore_buffers or ()}
@@ -93,7 +92,7 @@ def context_parallel_unshard(
         buffers: This client's parts.
         seq_dims: Which dim of every part is the sequence.
     """
-    ring = _ring_of(factories.require_mesh(mesh))
+    ring = _ring_of(require_mesh(mesh))
     dims = _sequence_dims(buffers, seq_dims, may_require_grad=True)
     own = [one.shape[dim] for one, dim in zip(buffers, dims, strict=True)]
     totals = [sum(column) for column in zip(*_gather_by_position(ring, own), strict=True)]

@@ -10,16 +10,15 @@ from typing import Any
 import torch
 
 from dtckpt.comm.torch_private import TreeSpec, tree_flatten, tree_unflatten
-from dtckpt.dtensor import factories
 from dtckpt.dtensor.derived_layouts import cached_layout, gradient_layout
 from dtckpt.dtensor.local_tensors import from_components, to_components
 from dtckpt.dtensor.operators.dispatch import report_failure
 from dtckpt.dtensor.operators.operands import common_mesh, unshare
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
-from dtckpt.dtensor.tensorflow_names import MeshLike
 from dtckpt.dtensor.torch_compile import keep_from_tracing
 from dtckpt.errors import ComponentError, DtckptError, LayoutError, LayoutTypeError
+from dtckpt.layout.device_mesh import MeshLike, require_mesh
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement
@@ -79,7 +78,7 @@ def _decorated(options: tuple[Any, ...], func: Callable[..., Any]) -> Callable[.
         with _reported([tensor.device_mesh for tensor in tensors]):
             placements = _entries("in_placements", in_placements, len(flat))
             gradients = _entries("in_grad_placements", in_grad_placements, len(flat))
-            mesh_of_all = None if device_mesh is None else factories.require_mesh(device_mesh)
+            mesh_of_all = None if device_mesh is None else require_mesh(device_mesh)
         if not tensors:
             return func(*args, **kwargs)
         first, mesh = tensors[0], common_mesh("local_map", tensors, mesh_of_all)

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators import dispatch, registry
@@ -100,7 +101,7 @@ def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Fun
     return register
 
 
-class RegisteredPlan:
+class RegisteredPlan(Plan):
     """Runs an operator as its sharding function defines.
 
     The function may depend on the values of floats. Other plans are cached without these, so this one has a cache of
@@ -115,8 +116,8 @@ class RegisteredPlan:
         self._function = function
         self._plans: dict[tuple[float | complex, ...], Plan] = {}
 
+    @override
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
-        """As `Plan.run`."""
         floats = tuple(_floats_in((*args, *kwargs.values())))
         plan = self._plans.get(floats)
         if plan is None:
@@ -150,7 +151,7 @@ def _plan(call: Call, function: Function) -> Plan:
     written = [number for number, one in enumerate(tensors) if _is_among(one, call, signature.written)]
     # Last: of equal costs `min` takes the first row, so a row of the program comes before replication.
     rows.append(([Replicate()] * len(results), [Replicate()] * len(tensors)))
-    choice = _Operation(tensors, results, written).choice(rows)
+    choice = _UnplacedCall(tensors, results, written).choice(rows)
     if choice is None:
         return ReplicationPlan(call)
     factors = Factors()
@@ -218,7 +219,7 @@ def _counted(call: Call, placement: Placement, rank: int) -> Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class _Operation:
+class _UnplacedCall:
     """An operator call for which to choose layouts.
 
     Args:

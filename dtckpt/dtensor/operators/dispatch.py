@@ -38,15 +38,14 @@ from dtckpt.dtensor.operators.call import (
     signature_of,
     tensors_in,
 )
-from dtckpt.dtensor.operators.lazy_bits import LazyBitsPlan
 from dtckpt.dtensor.operators.mesh_groups import run_groups, split_by_mesh
 from dtckpt.dtensor.operators.operands import common_mesh, to_replicated
 from dtckpt.dtensor.operators.pending_passes import exact_rule
 from dtckpt.dtensor.operators.plain_tensors import to_dtensors
+from dtckpt.dtensor.operators.plans import LazyBitsPlan
 from dtckpt.dtensor.operators.registry import BY_INDEX, COMPOSITES, PLANNERS, builder_of
 from dtckpt.dtensor.operators.strategy import choose_layouts
-from dtckpt.dtensor.operators.tensor_spec import spec_of
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensor import DTensor, spec_of
 from dtckpt.errors import ClientFailedError, DtckptError, OperatorError, capped
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh

@@ -10,8 +10,8 @@ import torch
 
 from dtckpt.comm import torch_private
 from dtckpt.dtensor import derived_layouts, redistribute
-from dtckpt.dtensor.operators.tensor_spec import Spec, contiguous_stride, intern_spec, wrap_components
-from dtckpt.dtensor.tensor import DTensor, described
+from dtckpt.dtensor.tensor import DTensor, described, wrap_components
+from dtckpt.dtensor.tensor_spec import Spec, contiguous_stride, intern_spec
 from dtckpt.errors import MeshMismatchError, capped
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh

@@ -47,7 +47,7 @@ def to_dtensors(tensors: Sequence[torch.Tensor], mesh: Mesh, unread: Sequence[to
 def _components(tensor: torch.Tensor, mesh: Mesh) -> list[torch.Tensor]:
     """Return a tensor on each of this client's devices: itself where it lies, and copies, each in its own memory."""
     places = [tensor.device if tensor.is_meta else device_of(name) for name in mesh.local_devices()]
-    # Once to each card, as mesh devices may share one; from there on it is copied on the card.
+    # Once to each GPU, as mesh devices may share one; from there on it is copied on the GPU.
     brought = {place: _on(place, tensor) for place in dict.fromkeys(places)}
     return [
         brought[place].clone() if place in places[:number] else brought[place] for number, place in enumerate(places)
@@ -56,7 +56,7 @@ def _components(tensor: torch.Tensor, mesh: Mesh) -> list[torch.Tensor]:
 
 def _on(place: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.ndim == 0 and tensor.device.type == "cpu" != place.type:
-        # The number goes along with a kernel, as where PyTorch takes a scalar of the host beside tensors of a card. A
+        # The number goes along with a kernel, as where PyTorch takes a scalar of the host beside tensors of a GPU. A
         # copy out of ordinary memory makes the host wait, and a graph cannot capture it.
         return torch.empty((), dtype=tensor.dtype, device=place).fill_(tensor)
     return tensor.to(place)

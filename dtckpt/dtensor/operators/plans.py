@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
+from typing_extensions import override
 
 from dtckpt.comm import torch_private
 from dtckpt.comm.torch_private import tree_leaves, tree_map_only
@@ -40,8 +41,8 @@ from dtckpt.dtensor.operators.operands import (
 )
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.strategy import Choice
-from dtckpt.dtensor.operators.tensor_spec import Spec, contiguous_stride, intern_spec, with_stride, wrap_components
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensor import DTensor, with_stride, wrap_components
+from dtckpt.dtensor.tensor_spec import Spec, contiguous_stride, intern_spec
 from dtckpt.errors import ComponentError, LayoutError, OperatorError, capped
 from dtckpt.layout.layout import Layout
 
@@ -56,7 +57,7 @@ _DETACH = torch.ops.aten.detach_.default
 
 _trusts: ContextVar[bool] = ContextVar("trusts_plain_tensors", default=False)
 _trusting_blocks: set[object] = set()
-"""Open blocks of `trust_plain_tensors_in_all_threads`: autograd runs a card's backward pass in a thread of its own."""
+"""Open blocks of `trust_plain_tensors_in_all_threads`: autograd runs a GPU's backward pass in a thread of its own."""
 
 
 @contextmanager
@@ -108,7 +109,7 @@ class Plan(Protocol):
         ...
 
 
-class RulePlan:
+class RulePlan(Plan):
     """Redistribute the operands to the chosen layouts, then run the operator on each device's component.
 
     ::
@@ -150,8 +151,8 @@ class RulePlan:
         self._tensor_positions = self._positions_if_simple(call)
         self._returns_one_tensor = signature.returns_one_tensor
 
+    @override
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
-        """As `Plan.run`."""
         # The fast path: one local device, and the components of the operands as they are.
         if self._tensor_positions is not None and len(tensors[0]._components) == 1:
             local_args = list(args)
@@ -390,7 +391,7 @@ def results_without_devices(
     return wrap(results) if isinstance(results, torch.Tensor) else type(results)(map(wrap, results))
 
 
-class CompositePlan:
+class CompositePlan(Plan):
     """Call a function that does the operator's work by other operators; see `registry.composite`."""
 
     route = "decomposition"
@@ -401,8 +402,8 @@ class CompositePlan:
         self.function = function
         self._strides: list[tuple[int, ...]] | None = None
 
+    @override
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
-        """As `Plan.run`."""
         del tensors
         # Plain tensors that the function makes follow from its arguments, so all clients make the same: to compare them
         # would take a collective for each.
@@ -438,7 +439,7 @@ def become(tensor: DTensor, source: DTensor) -> None:
     view_tracking.become_alias(tensor, source)
 
 
-class WriteResultPlan:
+class WriteResultPlan(Plan):
     """Compute an operator's result, and write it to the first argument or to ``out``, whose layout stays.
 
     It serves all operators with ``out``, and those in place whose rule does not let the first argument keep its layout.
@@ -457,8 +458,8 @@ class WriteResultPlan:
         self._positional = [one.name for one in arguments if not one.kwarg_only]
         self._by_name = [one.name for one in arguments if one.kwarg_only]
 
+    @override
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
-        """As `Plan.run`."""
         call = Call(self.func, tuple(args), kwargs)
         targets = list(tensors_in([call[name] for name in self._written]))
         for target in targets:
@@ -501,7 +502,7 @@ def _shape_error(func: Operator, target: DTensor, value: torch.Tensor) -> Layout
     )
 
 
-class ReplicationPlan:
+class ReplicationPlan(Plan):
     """Replicate all operands, and run the operator on all of them on every device that holds a component.
 
     Args:
@@ -517,8 +518,8 @@ class ReplicationPlan:
         self._local = local or call.func
         self._signature = signature_of(call.func)
 
+    @override
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
-        """As `Plan.run`."""
         call = Call(self.func, tuple(args), kwargs)
         names = [name for name in _UNDECLARED_WRITES if name in self._signature.names]
         targets = list(tensors_in([call[name] for name in (*self._signature.written, *names)]))
@@ -617,7 +618,7 @@ class ReplicationPlan:
         return result
 
 
-class InplaceViewPlan:
+class InplaceViewPlan(Plan):
     """Give a tensor in place the sizes and strides of a view of it, as ``squeeze_`` and ``t_`` do."""
 
     route = "rule"
@@ -627,8 +628,8 @@ class InplaceViewPlan:
         self.func = call.func
         self._functional = functional
 
+    @override
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
-        """As `Plan.run`."""
         tensor = tensors[0]
         if self.func is not _DETACH:
             view_tracking.note_reshape(tensor, self.func)
@@ -637,3 +638,27 @@ class InplaceViewPlan:
             view = self._functional(view_tracking.alias_of(tensor), *args[1:], **kwargs)
         become(tensor, view)
         return tensor
+
+
+# Lazy conjugation: ``tensor.mH`` of a plain complex tensor only sets a bit, which PyTorch resolves before the next
+# kernel. Within ``__torch_dispatch__`` it does not: a kernel that is made of others, as that of ``linalg_pinv``, would
+# compute with the wrong values. So components, which never have such bits, are computed with under
+# `torch_private.resolve_lazy_bits`.
+class LazyBitsPlan(Plan):
+    """Run another plan, which has complex operands, so that its kernels see conjugate and negative bits."""
+
+    calls = 0
+
+    def __init__(self, plan: Plan) -> None:
+        self.func, self.route = plan.func, plan.route
+        self._plan = plan
+
+    @override
+    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
+        with torch_private.resolve_lazy_bits():
+            result = self._plan.run(args, kwargs, tensors)
+            for tensor in tensors_in([result]):
+                # Without this, the bits of a result would be lost in calls that have no complex operand.
+                if isinstance(tensor, DTensor) and any(each.is_conj() or each.is_neg() for each in tensor._components):
+                    tensor._components = tuple(each.resolve_conj().resolve_neg() for each in tensor._components)
+        return result

@@ -1,6 +1,7 @@
 """The tables of operators: those with a rule, those done by other operators, those with a planner.
 
-All others run by replication. `rule` and `composite` are the decorators that the modules of `rules` use.
+All others run by replication. `rule`, `composite`, `before_autograd` and `kernel` are the decorators that the modules
+of `rules` use.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators.call import Call, Operator
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.rule_builders import pointwise
+from dtckpt.dtensor.tensor import EARLY_KEY, EARLY_KEY_NAME
 
 Builder = Callable[[Call], Rule | None]
 """Makes the rule of a call; returns None if there is none for such arguments."""
@@ -90,3 +93,73 @@ def _pointwise_rule(call: Call) -> Rule | None:
     one_result = pointwise(call.shapes)
     count = len(call.func._schema.returns)
     return one_result and replace(one_result, results=one_result.results * count)
+
+
+# --- custom operators, ``torch.ops.dtckpt``: kernels that composites need and PyTorch does not have -------------------
+#
+# `rules.sorting` defines ``positions``, `rules.losses` defines ``pick`` and ``put``. Each gets a rule as any operator
+# does.
+
+_CUSTOM: Any = torch.library.Library("dtckpt", "FRAGMENT")  # type: ignore[no-untyped-call]  # as torch left it
+
+
+def kernel(signature: str) -> Callable[[_F], _F]:
+    """Define an operator by a function of plain tensors.
+
+    Its rule may name the same function as ``local``, to have it called with ``offsets``.
+
+    Args:
+        signature: PyTorch's schema of the operator, such as ``"pick(Tensor self, int dim) -> Tensor"``.
+    """
+    _CUSTOM.define(signature)
+    name = signature.partition("(")[0]
+
+    def register(function: _F) -> _F:
+        _CUSTOM.impl(name, function, "CompositeExplicitAutograd")
+        return function
+
+    return register
+
+
+def custom_op(name: str) -> Operator:
+    """Return the custom operator of this name."""
+    return getattr(torch.ops.dtckpt, name).default
+
+
+# --- kernels that run before autograd ---------------------------------------------------------------------------------
+#
+# They run before PyTorch decomposes an operator, too; autograd sees the operators that they call:
+#
+#     torch operator  ->  early key of DTensors, this module  ->  autograd, decomposition  ->  `dispatch`
+#                         without a kernel: falls through
+#
+# DTensors alone have the dispatch key, so plain tensors pay nothing.
+
+_LIBRARY: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # as torch left it
+_ALL_OPERATORS: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+_BELOW = torch_private.dispatch_keys_after(EARLY_KEY)
+
+
+def before_autograd(*operators: Operator) -> Callable[[_F], _F]:
+    """Register a function that runs calls of operators with a DTensor among the arguments, before autograd.
+
+    The function gets the operator, the dispatch keys that remain, and the arguments. ``operator.redispatch(keys, ...)``
+    goes on as if the function were not there.
+    """
+
+    def register(function: _F) -> _F:
+        for operator in operators:
+            _LIBRARY.impl(operator.name(), _kernel(operator, function), EARLY_KEY_NAME, with_keyset=True)
+        return function
+
+    return register
+
+
+def _kernel(operator: Operator, function: Callable[..., Any]) -> Callable[..., Any]:
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(operator, keys & _BELOW, *args, **kwargs)
+
+    return kernel
+
+
+_ALL_OPERATORS.fallback(torch.library.fallthrough_kernel, EARLY_KEY_NAME)

@@ -37,9 +37,9 @@ from dtckpt.comm import torch_private
 from dtckpt.dtensor.derived_layouts import gradient_layout
 from dtckpt.dtensor.operators.call import Call, Operator, replace_tensors, tensors_in
 from dtckpt.dtensor.operators.operands import to_layouts, to_replicated, unshare, write_into
-from dtckpt.dtensor.operators.tensor_spec import intern_spec, spec_of, wrap_components
 from dtckpt.dtensor.redistribute import redistribute
-from dtckpt.dtensor.tensor import DTensor
+from dtckpt.dtensor.tensor import DTensor, spec_of, wrap_components
+from dtckpt.dtensor.tensor_spec import intern_spec
 from dtckpt.errors import OperatorError
 from dtckpt.layout.layout import UNSHARDED, Layout
 
@@ -127,9 +127,10 @@ class WriteCounter:
 
 def write_counter(tensor: DTensor) -> WriteCounter:
     """Return the write counter of a tensor, the same object for all tensors that share values with it."""
-    if tensor._writes is None:
-        tensor._writes = WriteCounter()
-    return tensor._writes
+    counter: WriteCounter | None = tensor._writes
+    if counter is None:
+        counter = tensor._writes = WriteCounter()
+    return counter
 
 
 def count_write(tensor: DTensor) -> None:
@@ -342,7 +343,7 @@ def write_through(tensor: DTensor) -> None:
     Args:
         tensor: The view.
     """
-    view = tensor._view
+    view: View | None = tensor._view
     assert view is not None  # noqa: S101  (callers have asked)
     with torch.no_grad():
         if view.local is not None:

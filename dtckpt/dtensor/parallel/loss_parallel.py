@@ -21,12 +21,10 @@ import torch
 from dtckpt.dtensor.derived_layouts import gradient_layout
 from dtckpt.dtensor.operators.call import Operator
 from dtckpt.dtensor.operators.composite_helpers import cast, is_split, reduce_pending, reduce_pending_all
-from dtckpt.dtensor.operators.custom_ops import custom_op
 from dtckpt.dtensor.operators.plain_tensors import to_dtensors
 from dtckpt.dtensor.operators.plans import trust_plain_tensors
-from dtckpt.dtensor.operators.pre_autograd import before_autograd
-from dtckpt.dtensor.operators.rules.losses import MEAN, NONE
-from dtckpt.dtensor.operators.rules.nll_loss import NO_CLASS, class_dim, targets_and_weights
+from dtckpt.dtensor.operators.registry import before_autograd, custom_op
+from dtckpt.dtensor.operators.rules.losses import MEAN, NO_CLASS, NONE, class_dim, targets_and_weights
 from dtckpt.dtensor.operators.rules.softmax import shifted_by_maxima
 from dtckpt.dtensor.redistribute import redistribute
 from dtckpt.dtensor.tensor import DTensor
@@ -35,7 +33,7 @@ from dtckpt.errors import OperatorError
 _aten = torch.ops.aten
 
 _blocks: set[object] = set()
-"""Open blocks of `loss_parallel`. They hold for all threads: a card's backward pass runs in a thread of its own."""
+"""Open blocks of `loss_parallel`. They hold for all threads: a GPU's backward pass runs in a thread of its own."""
 
 
 @contextmanager

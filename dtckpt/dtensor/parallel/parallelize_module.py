@@ -9,11 +9,10 @@ from typing import TypeAlias
 
 from torch import nn
 
-from dtckpt.dtensor.factories import require_mesh
-from dtckpt.dtensor.parallel.parameters import tie
 from dtckpt.dtensor.parallel.styles import ParallelStyle
-from dtckpt.dtensor.tensorflow_names import MeshLike
+from dtckpt.dtensor.parallel.values import tie
 from dtckpt.errors import LayoutTypeError
+from dtckpt.layout.device_mesh import MeshLike, require_mesh
 from dtckpt.layout.mesh import Mesh
 
 Plan: TypeAlias = "ParallelStyle | Mapping[str, Plan]"

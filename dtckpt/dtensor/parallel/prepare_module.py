@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from dtckpt.dtensor.parallel.module_values import as_output, place, require_one_axis, to_dtensor
 from dtckpt.dtensor.parallel.styles import ParallelStyle
+from dtckpt.dtensor.parallel.values import as_output, place, require_one_axis, to_dtensor
 from dtckpt.errors import ParallelPlanError
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.placement import Placement, placement_of
@@ -84,7 +84,7 @@ class PrepareModuleInput(ParallelStyle):
         converted = dict(kwargs)
         for name in sorted(kwargs.keys() & self.input_kwarg_layouts.keys()):
             layout, desired = self.input_kwarg_layouts[name], self.desired_input_kwarg_layouts[name]
-            convert = _Conversion(layout, desired, self.use_local_output)
+            convert = _Passage(layout, desired, self.use_local_output)
             converted[name] = convert(kwargs[name], mesh, f"{type(self).__name__}: input {name!r}")
         return converted
 
@@ -198,7 +198,7 @@ def _require_same_length(style: ParallelStyle, name: str, layouts: _Entries, des
 
 
 @dataclass(frozen=True, slots=True)
-class _Conversion:
+class _Passage:
     """What happens to a value that enters or leaves a module.
 
     Args:
@@ -219,12 +219,12 @@ class _Conversion:
         return as_output(tensor if self.desired is None else place(tensor, self.desired), self.use_local)
 
 
-def _conversions(layouts: _Entries | None, desired: _Entries | None, use_local: bool) -> list[_Conversion]:
+def _conversions(layouts: _Entries | None, desired: _Entries | None, use_local: bool) -> list[_Passage]:
     pairs = zip(layouts or (), desired or (), strict=True)
-    return [_Conversion(layout, target, use_local) for layout, target in pairs]
+    return [_Passage(layout, target, use_local) for layout, target in pairs]
 
 
-def _convert_all(values: tuple[Any, ...], conversions: Sequence[_Conversion], mesh: Mesh, what: str) -> tuple[Any, ...]:
+def _convert_all(values: tuple[Any, ...], conversions: Sequence[_Passage], mesh: Mesh, what: str) -> tuple[Any, ...]:
     """Return a module's inputs or outputs, converted.
 
     Raises:

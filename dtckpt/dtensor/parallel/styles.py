@@ -10,8 +10,7 @@ from torch import nn
 
 from dtckpt.comm.torch_private import tree_map_only
 from dtckpt.dtensor.distribute import distribute_module
-from dtckpt.dtensor.parallel.module_values import as_output, place, require_one_axis, to_dtensor
-from dtckpt.dtensor.parallel.parameters import distribute_parameter
+from dtckpt.dtensor.parallel.values import as_output, distribute_parameter, place, require_one_axis, to_dtensor
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import ParallelPlanError, UnsupportedModuleError
 from dtckpt.layout.mesh import Mesh

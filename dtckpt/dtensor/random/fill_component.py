@@ -105,7 +105,7 @@ def _validate(component: torch.Tensor, region: Region, shape: Sequence[int], key
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ElementRun:
     """A box of the component, and the run of global elements that contains it.
 
     Args:
@@ -123,7 +123,7 @@ class Piece:
     strides: tuple[int, ...]
 
 
-def pieces_of(region: Region, shape: Sequence[int], block: int, seek: int = _HOST_SEEK) -> Iterator[Piece]:
+def pieces_of(region: Region, shape: Sequence[int], block: int, seek: int = _HOST_SEEK) -> Iterator[ElementRun]:
     """Yield the boxes of a region that is not empty, each within a run of ``block`` elements at most.
 
     Args:
@@ -136,12 +136,12 @@ def pieces_of(region: Region, shape: Sequence[int], block: int, seek: int = _HOS
     reach = [size - 1 for size in region.shape]
     spans = [1 + sum(map(operator.mul, reach[dim:], strides[dim:])) for dim in range(len(shape) + 1)]
 
-    def walk(dim: int, first: int, offset: tuple[int, ...]) -> Iterator[Piece]:
+    def walk(dim: int, first: int, offset: tuple[int, ...]) -> Iterator[ElementRun]:
         rest = region.shape[dim:]
         left = (0,) * len(rest)
         if spans[dim] <= block and (not rest or rest[0] == 1 or strides[dim] - spans[dim + 1] <= seek):
             box = (1,) * dim + rest
-            yield Piece(first, spans[dim], (*offset, *left), box, strides)
+            yield ElementRun(first, spans[dim], (*offset, *left), box, strides)
             return
         size, stride, inner = rest[0], strides[dim], spans[dim + 1]
         # Gaps between runs grow from the inner dims to the outer ones: if this dim's are short, all are.
@@ -153,7 +153,7 @@ def pieces_of(region: Region, shape: Sequence[int], block: int, seek: int = _HOS
                 number = min(group, size - start)
                 box = ((1,) * dim) + (number, *rest[1:])
                 box_offset = (*offset, start, *left[1:])
-                yield Piece(first + start * stride, (number - 1) * stride + inner, box_offset, box, strides)
+                yield ElementRun(first + start * stride, (number - 1) * stride + inner, box_offset, box, strides)
 
     return walk(0, sum(map(operator.mul, region.offset, strides)), ())
 
@@ -161,12 +161,12 @@ def pieces_of(region: Region, shape: Sequence[int], block: int, seek: int = _HOS
 # --- execution ---------------------------------------------------------------------------------------------------
 
 
-def _fill_pieces(sampler: Sampler, component: torch.Tensor, key: int, pieces: Iterator[Piece]) -> None:
+def _fill_pieces(sampler: Sampler, component: torch.Tensor, key: int, pieces: Iterator[ElementRun]) -> None:
     """Fill all pieces of a component, on a CPU by as many threads as torch uses."""
     lock = threading.Lock()
     is_inference = component.is_inference()
 
-    def next_piece() -> Piece | None:
+    def next_piece() -> ElementRun | None:
         with lock:
             return next(pieces, None)
 
@@ -193,7 +193,7 @@ def _fill_pieces(sampler: Sampler, component: torch.Tensor, key: int, pieces: It
 
 
 def _copy_box(
-    values: torch.Tensor, piece: Piece, start: int, component: torch.Tensor, threshold: torch.Tensor | None
+    values: torch.Tensor, piece: ElementRun, start: int, component: torch.Tensor, threshold: torch.Tensor | None
 ) -> None:
     """Copy a piece's box into the component, from its run, which begins at ``start`` of the values."""
     box = tuple(slice(begin, begin + size) for begin, size in zip(piece.offset, piece.shape, strict=True))

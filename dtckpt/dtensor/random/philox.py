@@ -21,7 +21,7 @@ _WORD = 1 << 64
 _COUNTERS = 1 << 256
 
 
-class Stream(Protocol):
+class BitStream(Protocol):
     """The blocks of one key. Threads must not share a stream."""
 
     def words(self, first: int, count: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ class Stream(Protocol):
 
 
 class _NumpyStream:
-    """A `Stream` in host memory."""
+    """A `BitStream` in host memory."""
 
     def __init__(self, key: int) -> None:
         self._next = 0
@@ -44,7 +44,7 @@ class _NumpyStream:
 
 
 class TensorStream:
-    """A `Stream` on any device, by integer operations of torch."""
+    """A `BitStream` on any device, by integer operations of torch."""
 
     def __init__(self, key: int, device: torch.device) -> None:
         self._key, self._device = key, device
@@ -61,8 +61,8 @@ class TensorStream:
         return torch.stack(words, dim=1).view(-1)
 
 
-def stream_of(key: int, device: torch.device) -> Stream:
-    """Return the fastest `Stream` for tensors on a device; ``key``: 0 to 2**64 - 1."""
+def stream_of(key: int, device: torch.device) -> BitStream:
+    """Return the fastest `BitStream` for tensors on a device; ``key``: 0 to 2**64 - 1."""
     return _NumpyStream(key) if device.type == "cpu" else TensorStream(key, device)
 
 

@@ -5,6 +5,6 @@
     state dict ---DCP's planner---> items by key ---`storage_writer`---> chunks, state tree, manifest, commit
     state dict <--DCP's planner---  items by key <--`storage_reader`---  regions, plain values
 
-DCP's own collectives carry everything that its ranks tell each other: plans (`announcement`), results, errors. The
+DCP's own collectives carry everything that its ranks tell each other: plans (`save_operation`), results, errors. The
 plug-in opens no connection of its own. `columns` keeps these messages short.
 """

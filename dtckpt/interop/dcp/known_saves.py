@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 
-from dtckpt.checkpoint.reading.checkpoint import open_checkpoint
+from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.coordination.identity import incarnation
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, DtckptError
 from dtckpt.storage.commit import CommitTarget

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
+from typing_extensions import override
 
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import as_leaf, dtype_name, host_array, validate_mode
@@ -24,7 +25,7 @@ from dtckpt.format import tree as trees
 from dtckpt.interop.dcp.copies import Copies, CopyPlace, TensorCopy, comparable
 from dtckpt.interop.dcp.state_items import encode_item, path_of
 from dtckpt.interop.dcp.write_plan import Share, TensorBoxes, box_of
-from dtckpt.layout import torch_device_mesh
+from dtckpt.layout import device_mesh
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 from dtckpt.layout.root_layout import root_layout
@@ -177,7 +178,7 @@ def _resolved(planner: SavePlanner, item: WriteItem, region: Region, name: str) 
     return memories
 
 
-class PlannerSource:
+class PlannerSource(Source):
     """Elements that a planner makes, or that lie on a card: one item at a time is in host memory.
 
     Args:
@@ -194,11 +195,12 @@ class PlannerSource:
         self._own = own
         self._latest: tuple[WriteItem, np.ndarray[Any, Any]] | None = None
 
+    @override
     def expect(self, regions: Iterator[tuple[TensorPlan, Region]]) -> None:
-        """As `Source.expect`: nothing is resolved before it is fetched."""
+        pass  # nothing is resolved before it is fetched
 
+    @override
     def fetch(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
-        """As `Source.fetch`."""
         name = plan.spec.name
         if name not in self._boxes:
             return self._own.fetch(plan, region)
@@ -210,8 +212,9 @@ class PlannerSource:
         array = self._latest[1]
         return array[region.relative_to(box).slices()] if region != box else array
 
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:  # noqa: ARG002  (nothing is made)
-        """As `Source.copies`: one, which is not made again to be compared with nothing."""
+    @override
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+        # There is one, which is not made again to be compared with nothing.
         return [Copy(None)]
 
 
@@ -239,7 +242,7 @@ def _layouts(planner: SavePlanner, items: Sequence[WriteItem], names: Mapping[st
 
 def _torch_layout(tensor: Any) -> Layout | None:
     try:
-        mesh = torch_device_mesh.mesh_of(tensor.device_mesh)
+        mesh = device_mesh.mesh_of(tensor.device_mesh)
         return root_layout(Layout.from_placements(mesh, tensor.placements, tensor.ndim))
     # A layout is recorded for its readers' convenience; the boxes say where the elements are.
     except DtckptError:

@@ -1,26 +1,35 @@
 """`SaveOperation`: one save, as one rank goes through it, and the attempt that the coordinator has under construction.
 
 DCP does not tell a writer that a save has failed. So the attempt is removed when nobody knows the operation any more.
+
+The coordinator tells the other ranks of the attempt by an `Announcement`, through the plans that DCP scatters. A
+planner that caches plans (``enable_plan_caching``) drops the plan that it gets, and uses an older one. So a rank takes
+an announcement from the message itself: an `Announcement` notes itself in the thread that makes or receives it, which
+is the thread that goes on with the save.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
+import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.saving.construction import Construction, validate_target
 from dtckpt.comm import fork_guard
 from dtckpt.config import Config
 from dtckpt.coordination.identity import incarnation
 from dtckpt.errors import CheckpointError, CheckpointExistsError, DtckptError
 from dtckpt.interop.dcp.known_saves import warn_of_replacement
+from dtckpt.interop.dcp.write_plan import Share
 from dtckpt.storage.commit import CommitAttempt, CommitTarget, commit_target_of
-from dtckpt.storage.failures import taken_over_error
 from dtckpt.storage.location import Location
-from dtckpt.storage.zarr_files import validate_kind
+
+_latest = threading.local()
 
 
 class SaveOperation:
@@ -28,64 +37,131 @@ class SaveOperation:
 
     Args:
         target: Where the checkpoint will be.
-        is_coordinator: Whether this rank commits.
     """
 
-    def __init__(self, target: CommitTarget, is_coordinator: bool) -> None:
+    def __init__(self, target: CommitTarget) -> None:
         self.target = target
-        self._is_coordinator = is_coordinator
-        self._led: CommitAttempt | None = None
-        self._alive = ExitStack()
+        self._construction = Construction(target)
 
     def lead(self, options: SaveOptions) -> str:
         """Begin the attempt; return the token that the other ranks join it by."""
-        validate_kind(options.kvstore, self.target.folder, [options.codec] if options.codec else [])
-        self.target.check_target(overwrite=options.overwrite)
+        validate_target(self.target, replace(options, overwrite=True), [options.codec] if options.codec else [])
+        if not options.overwrite:
+            _validate_absence(self.target)
         warn_of_replacement(self.target)
-        token = f"{Config.from_environ().attempt}-{incarnation():x}-{secrets.token_hex(4)}"
-        self._led = self.target.begin(token)
-        self._alive.enter_context(self._led.keep_alive())
-        self._finalizer = weakref.finalize(self, _abandon, self._led, self._alive)
-        return self._led.token
+        self._finalizer = weakref.finalize(self, _abandon, self._construction)
+        return self._construction.lead(Config.from_environ().attempt, incarnation())
 
     @contextmanager
-    def attempt_of(self, token: str) -> Iterator[CommitAttempt]:
+    def joined(self, token: str) -> Iterator[CommitAttempt]:
         """Give the attempt that the coordinator has announced; if another one took over, an error says so."""
-        attempt = self._led if self._is_coordinator and self._led is not None else self.target.join(token)
+        construction = self._construction
+        attempt = construction.join(token)
         try:
-            yield attempt
-        except BaseException as error:
-            is_taken_over = isinstance(error, CheckpointError) and attempt.is_taken_over()
-            if attempt is not self._led:
-                # The coordinator may have removed the folder while this rank wrote, which made it again.
-                attempt.sweep()
-            if is_taken_over:
-                raise taken_over_error(self.target.where) from error
-            raise
-
-    @contextmanager
-    def removed_on_failure(self) -> Iterator[CommitAttempt]:
-        """Give the attempt that this rank leads, and end it: if the work inside fails, it is removed."""
-        if self._led is None:
-            raise CheckpointError("prepare_global_plan must be called before finish, in the same thread")
-        try:
-            with self.attempt_of(self._led.token) as attempt:
+            with construction.takeover_explained():
                 yield attempt
         except BaseException:
-            self._led.abandon()
+            # The coordinator's attempt stays until DCP has told all ranks: others may still write to it.
+            if construction.led is None:
+                construction.sweep()
             raise
+
+    @contextmanager
+    def ended(self) -> Iterator[tuple[Construction, CommitAttempt]]:
+        """Give the attempt that this rank leads, and end it: if the work inside fails, it is removed."""
+        construction, led = self._construction, self._construction.led
+        if led is None:
+            raise CheckpointError("prepare_global_plan must be called before finish, in the same thread")
+        try:
+            with construction.ended():
+                construction.join(led.token)
+                yield construction, led
         finally:
             self._finalizer.detach()
-            self._alive.close()
 
 
-def _abandon(attempt: CommitAttempt, alive: ExitStack) -> None:
+def _validate_absence(target: CommitTarget) -> None:
+    """Refuse a target where a checkpoint is."""
+    try:
+        target.check_target(overwrite=False)
+    except CheckpointExistsError as error:
+        # It begins with the words of DCP's own writer: loops look for them.
+        raise CheckpointExistsError(
+            f"Checkpoint already exists at {target.where}; pass DtckptStorageWriter(overwrite=True) to replace it, or "
+            "save elsewhere"
+        ) from error
+
+
+def _abandon(construction: Construction) -> None:
     """Remove an attempt that was not committed."""
     if fork_guard.is_forked():
         return  # it is that of the parent process
     with contextlib.suppress(DtckptError):
-        attempt.abandon()
-    alive.close()
+        construction.abandon()
+
+
+class Announcement:
+    """A save that the coordinator has begun, as ``storage_data`` of a rank's plan.
+
+    Args:
+        token: The attempt that all ranks write to.
+        where: The checkpoint's path or URL.
+        options: The coordinator's options.
+        share: What the rank writes; None: what it wrote when its planner cached its plan.
+    """
+
+    def __init__(self, token: str, where: str, options: SaveOptions, share: Share | None) -> None:
+        self.token = token
+        self.where = where
+        self.options = options
+        self.share = share
+        _latest.announcement = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Announcement, (self.token, self.where, self.options, self.share)
+
+
+def forget_announcement() -> None:
+    """Forget the announcement of an earlier save of this thread."""
+    _latest.announcement = None
+
+
+def received_announcement() -> Announcement:
+    """Return the announcement of the save that this thread is in.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    announcement: Announcement | None = getattr(_latest, "announcement", None)
+    if announcement is None:
+        raise CheckpointError(
+            "this rank was not told which save it is in; prepare_global_plan of the coordinator's writer must have "
+            "been called, and its plans sent to all ranks"
+        )
+    return announcement
+
+
+def share_of(announcement: Announcement, cached: Any) -> Share:
+    """Return a rank's share in a save.
+
+    Args:
+        announcement: The announcement of the save.
+        cached: ``storage_data`` of the plan that the planner gave: an announcement too, or an older one. It gets the
+            new share, as the planner will give it again.
+
+    Raises:
+        CheckpointError: It is neither.
+    """
+    if not isinstance(cached, Announcement):
+        raise CheckpointError(
+            f"the planner's plan has no storage_data of this writer; got {type(cached).__name__}; finish_plan must "
+            "keep it"
+        )
+    if cached.token != announcement.token and announcement.share is not None:
+        cached.share = announcement.share
+    if cached.share is None:
+        raise CheckpointError("the planner uses a cached plan that was never written; make a planner without the cache")
+    return cached.share
 
 
 def rank_folder(rank: int) -> str:

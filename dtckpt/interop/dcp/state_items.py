@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
+from dtckpt.checkpoint.foreign.dcp_metadata import Path, structure_of
 from dtckpt.checkpoint.leaves import host_array, is_tensor
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.shards import Shards
 from dtckpt.dtensor import DTensor, torch_interop
 from dtckpt.errors import TreeError
 from dtckpt.format import tree as trees
-from dtckpt.format.dcp_tree import Path, structure_of
 from dtckpt.format.names import name_of_key
 
 _OPENED = ("dict", "OrderedDict", "Counter", "defaultdict", "mappingproxy", "PerClient", "TensorParts")

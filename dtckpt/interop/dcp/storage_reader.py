@@ -30,8 +30,8 @@ from torch.futures import Future
 
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import Leaf, as_leaf, host_array
+from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.fill_tensors import fill_tensors
 from dtckpt.checkpoint.timing import Phases
@@ -65,6 +65,9 @@ class DtckptStorageReader(StorageReader):
         path: Directory or URL of the checkpoint. The ``checkpoint_id`` of a load takes its place.
         cast: The dtype conversions that are allowed, as `RestoreOptions.cast`; by default any, as in DCP.
 
+    Attributes:
+        load_id: A random id, as DCP's own reader has; `reset` changes it.
+
     Raises:
         CheckpointNotFoundError: The text is no path at all.
         ConfigError: No checkpoint can have such a path; or there is no such ``cast``.
@@ -74,7 +77,7 @@ class DtckptStorageReader(StorageReader):
         super().__init__()
         self._path = None if path is None else location_of(path)
         self._cast = RestoreOptions(cast=cast).cast
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
         self._opened: _Opened | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,7 +102,7 @@ class DtckptStorageReader(StorageReader):
         self._close()
         if checkpoint_id:
             self._path = location_of(checkpoint_id)
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002  (DCP's)
         """Open the checkpoint, and describe its items as DCP does.
@@ -126,7 +129,7 @@ class DtckptStorageReader(StorageReader):
                 _Items(self._opened),
                 planner_data={key: item.path for key, item in self._opened.items.by_key.items()},
                 storage_data={},
-                storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self._load_id),
+                storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self.load_id),
                 version=CURRENT_DCP_VERSION,
             )
 

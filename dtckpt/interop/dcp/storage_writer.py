@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from dtckpt.checkpoint.foreign.dcp_metadata import OWN_MARKER
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
+from dtckpt.checkpoint.saving.construction import Merge
 from dtckpt.checkpoint.saving.state import MemorySource
 from dtckpt.checkpoint.saving.stored_dtypes import validate_all_used
 from dtckpt.checkpoint.saving.write import ClientWriter
@@ -46,15 +47,20 @@ from dtckpt.errors import (
     SaveDisagreementError,
 )
 from dtckpt.format import tree as trees
-from dtckpt.format.dcp_metadata import METADATA_NAME, OWN_MARKER
-from dtckpt.format.manifest import Manifest
-from dtckpt.interop.dcp import announcement
-from dtckpt.interop.dcp.announcement import Announcement
+from dtckpt.format.names import DCP_METADATA_NAME
 from dtckpt.interop.dcp.client_parts import ClientPart, parts_of, plan_of_parts
 from dtckpt.interop.dcp.columns import ShortMetadata, WriteItems, WriteResults
 from dtckpt.interop.dcp.known_saves import known_saves, note_saves
 from dtckpt.interop.dcp.rank_items import resolve_copies, resolve_items
-from dtckpt.interop.dcp.save_operation import SaveOperation, rank_folder, validate_free
+from dtckpt.interop.dcp.save_operation import (
+    Announcement,
+    SaveOperation,
+    forget_announcement,
+    rank_folder,
+    received_announcement,
+    share_of,
+    validate_free,
+)
 from dtckpt.interop.dcp.write_plan import (
     boxes_of_plans,
     plan_boxes,
@@ -62,7 +68,8 @@ from dtckpt.interop.dcp.write_plan import (
     shares_of,
 )
 from dtckpt.storage.commit import commit_target_of
-from dtckpt.storage.location import Location, Url, location_of
+from dtckpt.storage.location import Location, location_of
+from dtckpt.storage.url import Url
 
 
 class DtckptStorageWriter(StorageWriter):
@@ -83,6 +90,9 @@ class DtckptStorageWriter(StorageWriter):
             ``options``; without options True, as in DCP's own writer. A warning tells of a checkpoint that this run
             has neither saved nor loaded.
         options: See `SaveOptions`; the same on all ranks. ``progress`` and ``timeout_s`` have no effect.
+
+    Attributes:
+        save_id: A random id, as DCP's own writer has; `reset` changes it.
 
     Raises:
         ConfigError: A checkpoint cannot have such a path, or ``options.keys`` is not ``union``.
@@ -108,7 +118,7 @@ class DtckptStorageWriter(StorageWriter):
             raise ConfigError(f"DCP's planner decides which keys are saved; got SaveOptions(keys={options.keys!r})")
         self._options = options if overwrite is None else dataclasses.replace(options, overwrite=overwrite)
         self._path = None if path is None else location_of(path)
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
         self._process = os.getpid()
         self._thread = threading.local()
 
@@ -139,7 +149,7 @@ class DtckptStorageWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what DCP's planners are told of the checkpoint."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save: give up one that this thread has not finished, and take another path if one is given."""
@@ -148,7 +158,7 @@ class DtckptStorageWriter(StorageWriter):
         if checkpoint_id:
             # Saves of other threads, which have begun with another path, keep theirs.
             self._path = self._thread.path = location_of(checkpoint_id)
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002  (DCP's)
         """Begin a save on this rank.
@@ -166,7 +176,7 @@ class DtckptStorageWriter(StorageWriter):
             ForkedProcessError: This process was forked from one that uses checkpoints.
         """
         fork_guard.claim_process()
-        announcement.forget()
+        forget_announcement()
         self._thread.operation = None  # an attempt of a failed save goes first
         where = self._where()
         if where is None:
@@ -180,7 +190,7 @@ class DtckptStorageWriter(StorageWriter):
         if is_alone:
             validate_free(where)
             where = where / rank_folder(kwargs["rank"])
-        self._thread.operation = SaveOperation(commit_target_of(where), is_coordinator or is_alone)
+        self._thread.operation = SaveOperation(commit_target_of(where))
 
     def prepare_local_plan(self, plan: DcpPlan) -> DcpPlan:
         """Return the plan, in a form that is sent quickly, with the items once more.
@@ -237,15 +247,15 @@ class DtckptStorageWriter(StorageWriter):
 
     def _write(self, plan: DcpPlan, planner: SavePlanner) -> WriteResults:
         """Write this rank's chunks, and digest its copies; return a result for each item, with the rank's part."""
-        operation, told = self._operation(), announcement.received()
+        operation, told = self._operation(), received_announcement()
         where = operation.target.where
         _validate_same(told, str(where), self._options)
-        share = announcement.share_of(told, plan.storage_data)
+        share = share_of(told, plan.storage_data)
         _validate_paths(plan, planner)
         if not plan.items and not share.shared:
             return WriteResults()
         phases = Phases("save", share.client, lambda _: None)
-        with phases.operation(where, is_shown=False), operation.attempt_of(told.token) as attempt:
+        with phases.operation(where, is_shown=False), operation.joined(told.token) as attempt:
             with phases.measure("plan"), gc_paused():
                 items = resolve_items(plan.items, planner, share, plan.planner_data)
                 own = plan_share(share, plan.items, items.dtypes, items.inner, self._options)
@@ -295,37 +305,32 @@ class DtckptStorageWriter(StorageWriter):
         operation, options = self._operation(), self._options
         # One more client, which puts split chunks together, and writes the documents.
         assembler = len(results)
-        with operation.removed_on_failure() as attempt:
-            with gc_paused():
-                parts = parts_of(results, attempt.token)
-                plan, tree = plan_of_parts(metadata, results, parts, options)
-            writer = ClientWriter(
-                plan,
-                attempt,
-                client=assembler,
-                clients=(assembler,),
-                source=MemorySource({}),
-                options=options,
-                count=lambda _: None,
-            )
-            written = {client: part.chunk_list for client, part in parts.items() if part.chunk_list is not None}
-            announced = {**written, assembler: writer.write()}
-            manifest = Manifest(
-                kvstore=options.kvstore,
-                arrays={},
+        with operation.ended() as (construction, attempt):
+            with construction.takeover_explained():
+                with gc_paused():
+                    parts = parts_of(results, attempt.token)
+                    plan, tree = plan_of_parts(metadata, results, parts, options)
+                writer = ClientWriter(
+                    plan,
+                    attempt,
+                    client=assembler,
+                    clients=(assembler,),
+                    source=MemorySource({}),
+                    options=options,
+                    count=lambda _: None,
+                )
+                written = {client: part.chunk_list for client, part in parts.items() if part.chunk_list is not None}
+                chunk_lists = {**written, assembler: writer.write()}
+            merge = Merge(
+                plan=plan,
+                chunk_lists=chunk_lists,
                 tree=trees.dump(tree),
                 job=Config.from_environ().job_name,
                 num_clients=len(results),
-                attempt=attempt.token,
-                raw_bits=bool(options.raw_bits),
                 costs={client: parts[client].costs for client in written},
+                document_writers=(assembler,),
             )
-            is_durable = options.fsync
-            merge_clients(
-                plan, attempt.folder, announced, manifest, is_durable=is_durable, document_writers=(assembler,)
-            )
-            remove_working_files(attempt.folder, sorted(announced), has_moves=plan.has_moves)
-            attempt.commit(overwrite=options.overwrite, is_durable=is_durable, markers={METADATA_NAME: OWN_MARKER})
+            construction.commit(merge, options, markers={DCP_METADATA_NAME: OWN_MARKER})
         metadata.storage_meta, metadata.version = self.storage_meta(), CURRENT_DCP_VERSION
         ShortMetadata.shorten(metadata)
         self._thread.operation = None

@@ -20,8 +20,8 @@ from support.states import bits_of, packed, tensor_of
 import dtckpt
 from dtckpt import Layout, SaveOptions, errors
 from dtckpt.checkpoint.converting import write_files
+from dtckpt.checkpoint.foreign.safetensors_index import NAMES
 from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.safetensors_index import NAMES
 from dtckpt.storage import new_files
 from dtckpt.storage.directory_lock import lock_directory
 from dtckpt.storage.fsync import TrailingWriteback

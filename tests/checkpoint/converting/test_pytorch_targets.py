@@ -15,8 +15,8 @@ from support.states import bits_of, tensor_of
 import dtckpt
 from checkpoint.optimizer_cases import net, state_by_name, stepped
 from dtckpt import errors
-from dtckpt.checkpoint.converting import torch_target, validate_files
-from dtckpt.format import dcp_plan
+from dtckpt.checkpoint.converting import files_target, torch_target
+from dtckpt.checkpoint.foreign import dcp_plan
 from dtckpt.format.dtypes import DTYPES
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
@@ -191,7 +191,7 @@ def test_what_is_there_is_replaced_only_if_asked_for(tmp_path, saved, form):
 @pytest.mark.parametrize("form", TARGETS)
 def test_files_that_hold_something_else_are_not_committed(tmp_path, monkeypatch, saved, form):
     new = tmp_path / TARGETS[form]
-    read_index = validate_files.FORMATS[form].read_index
+    read_index = files_target.FORMATS[form].read_index
     for change, text in (
         (lambda index: {**index.tensors, "scalar": index.tensors["layers/0.w"]}, "contradicts|'scalar' is not where"),
         (lambda index: dict(list(index.tensors.items())[1:]), "contradicts|tensors in them are others"),
@@ -205,7 +205,7 @@ def test_files_that_hold_something_else_are_not_committed(tmp_path, monkeypatch,
                 object.__setattr__(index, "tensors", tensors)
                 return index
 
-        monkeypatch.setitem(validate_files.FORMATS, form, Changed)
+        monkeypatch.setitem(files_target.FORMATS, form, Changed)
         with pytest.raises(errors.CheckpointCorruptError, match=text):
             dtckpt.convert(saved, new, to=form)
         assert not new.exists()

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from dtckpt.format.pickled_tree import PickledTree, read_tree
-from dtckpt.format.torch_zip import TorchZip, read_zip
-from dtckpt.format.torch_zip_plan import Checksum, Elements, Segment
+from dtckpt.checkpoint.foreign.pickled_tree import PickledTree, read_tree
+from dtckpt.checkpoint.foreign.torch_zip import TorchZip, read_zip
+from dtckpt.checkpoint.foreign.torch_zip_plan import Checksum, Elements, Segment
 
 
 def saved(value, **options) -> bytes:

@@ -15,11 +15,11 @@ from support.states import packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, Region, SaveOptions, abstract_mesh
-from dtckpt.checkpoint.inspecting import read_batches
+from dtckpt.checkpoint.inspecting import read_elements
 from dtckpt.checkpoint.inspecting.compare import plan_comparison
 from dtckpt.checkpoint.inspecting.difference import DifferenceKind, PlainValue, StoredDtype, TensorFacts
 from dtckpt.checkpoint.inspecting.tensor_comparison import Reads
-from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError, ConfigError, TensorNotFoundError
 from dtckpt.format.manifest import MANIFEST_NAME, Manifest
 
@@ -336,7 +336,7 @@ def test_memory(folder, monkeypatch):
     assert [(each.path, each.elements.max_abs.index) for each in report.differences] == [("t2", (299_999,))]
     largest = max(nbytes for nbytes, _ in sizes)
     assert largest <= 2 << 20
-    assert 4 * largest + 2 * sizes[0][1] + read_batches.WORK_NBYTES <= 24 << 20
+    assert 4 * largest + 2 * sizes[0][1] + read_elements.WORK_NBYTES <= 24 << 20
     assert sum(nbytes for nbytes, _ in sizes) == report.nbytes == 2 * 4 * 2_400_000
     with pytest.raises(ConfigError, match=r"max_memory is too small; got 1048576 bytes, expected at least \d+"):
         compared(a, b, max_memory=1 << 20)

@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtckpt import Region
-from dtckpt.checkpoint.inspecting import element_differences
-from dtckpt.checkpoint.inspecting.element_differences import ElementDifferences
-from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.numbers import PACKED, numbers_of
+from dtckpt.checkpoint.inspecting.elements import ElementDifferences
+from dtckpt.format.dtypes import DTYPES, PACKED, numbers_of
 
 COMPARED = sorted(set(DTYPES) - {PACKED})
 dtypes = st.sampled_from(COMPARED)
@@ -70,7 +68,7 @@ def test_counts_errors_and_places(pair, step):
     first, second, a, b = pair
     region = Region((4, 2), a.shape)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(element_differences, "SLICE_NUMEL", step)
+        patch.setattr("dtckpt.checkpoint.inspecting.elements.SLICE_NUMEL", step)
         found = ElementDifferences.of(a, b, (first, second), region)
     with np.errstate(all="ignore"):
         count, nans, best = expected(first, second, a, b, region.offset)

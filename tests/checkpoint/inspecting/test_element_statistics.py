@@ -4,10 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from dtckpt.checkpoint.inspecting import element_statistics
-from dtckpt.checkpoint.inspecting.element_statistics import Statistics
-from dtckpt.format.dtypes import DTYPES
-from dtckpt.format.numbers import numbers_of
+from dtckpt.checkpoint.inspecting.elements import Statistics
+from dtckpt.format.dtypes import DTYPES, numbers_of
 
 floats = st.floats(width=32) | st.sampled_from([0.0, -0.0, np.nan, np.inf, -np.inf])
 
@@ -16,7 +14,7 @@ floats = st.floats(width=32) | st.sampled_from([0.0, -0.0, np.nan, np.inf, -np.i
 def test_parts_together_are_what_numpy_says_of_the_whole(values, at, step):
     at = min(at, values.size)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(element_statistics, "SLICE_NUMEL", step)
+        patch.setattr("dtckpt.checkpoint.inspecting.elements.SLICE_NUMEL", step)
         found = Statistics.of(values[:at], "float32") + Statistics.of(values[at:], "float32")
     finite = values[np.isfinite(values)].astype(np.float64)
     assert found.count == values.size

@@ -11,7 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import dtckpt
 from dtckpt import CheckpointManager, Retention
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME
-from dtckpt.checkpoint.saving import attempt
+from dtckpt.checkpoint.saving import construction
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.fsspec_folder import FsspecFolder
 from dtckpt.storage.local_folder import LocalFolder
@@ -137,7 +137,7 @@ def test_a_save_that_fails_after_going_back(root, monkeypatch):
     run_at(root, saves=[10, 20, 30])
     manager = run_at(root, back_to=10)
     with monkeypatch.context() as patch:
-        patch.setattr(attempt, "merge_clients", lambda *args, **kwargs: 1 / 0)
+        patch.setattr(construction, "merge_clients", lambda *args, **kwargs: 1 / 0)
         manager.save(20, state(20)).wait(WAIT_S)
     with pytest.raises(ZeroDivisionError):
         manager.wait()

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dtckpt.checkpoint.reading.piece_reads import plan_spans
+from dtckpt.checkpoint.reading.pieces import Piece, PieceTensor
 from dtckpt.errors import RegionError, RegionNotFoundError
-from dtckpt.format.stored_pieces import ForeignTensor, Piece
 from dtckpt.layout.region import Region
 
 
@@ -57,7 +57,7 @@ def test_spans_give_the_elements(seed):
     shape = tuple(rng.randrange(1, 9) for _ in range(rng.randrange(5)))
     elements = np.arange(math.prod(shape), dtype=rng.choice(["<i2", "<i4", "<i8"])).reshape(shape)
     pieces, file = stored(rng, elements, list(random_pieces(rng, Region.full(shape))))
-    tensor = ForeignTensor("w", shape, elements.dtype.name, pieces)
+    tensor = PieceTensor("w", shape, elements.dtype.name, pieces)
     for max_gap, max_nbytes in ((0, 1 << 20), (1 << 20, 1 << 20), (8, 40), (0, 1)):
         regions = [random_region(rng, shape) for _ in range(3)]
         buffers = [np.zeros(region.shape, elements.dtype) for region in regions]
@@ -80,7 +80,7 @@ def test_spans_give_the_elements(seed):
 
 
 def test_expanded_elements_are_read_once():
-    tensor = ForeignTensor("w", (1000, 3), "float32", (Piece(Region.full((1000, 3)), "f", 8, (0, 1)),))
+    tensor = PieceTensor("w", (1000, 3), "float32", (Piece(Region.full((1000, 3)), "f", 8, (0, 1)),))
     (span,) = plan_spans(tensor, [Region.full((1000, 3))], max_gap=0, max_nbytes=1 << 20)
     assert (span.start, span.stop, span.shape, span.strides) == (8, 20, (1000, 3), (0, 4))
     assert not span.is_dense
@@ -88,7 +88,7 @@ def test_expanded_elements_are_read_once():
 
 def test_what_is_not_there():
     row = Piece(Region((0, 0), (1, 4)), "f", 0)
-    tensor = ForeignTensor("w", (2, 4), "float32", (row,))
+    tensor = PieceTensor("w", (2, 4), "float32", (row,))
     assert list(plan_spans(tensor, [row.region, Region((1, 1), (1, 0))], max_gap=0, max_nbytes=99))
     with pytest.raises(RegionNotFoundError, match="'w' was saved in part"):
         plan_spans(tensor, [Region((0, 1), (2, 1))], max_gap=0, max_nbytes=99)

@@ -22,7 +22,7 @@ import dtckpt
 from dtckpt import Layout, Mesh, interop
 from dtckpt.dtensor import DTensor, Shard, distribute_module, distribute_tensor
 from dtckpt.errors import DtckptError
-from dtckpt.layout import torch_device_mesh
+from dtckpt.layout import device_mesh
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "foreach": lambda parameters: torch.optim.AdamW(parameters, 0.1, foreach=True),
@@ -234,15 +234,15 @@ def conversions_of_mesh(path: str) -> list[int]:
     placements = [[TorchShard(0)], [Replicate()]]
     state = {str(number): torch_distribute(torch.ones(4, 2), mesh, placements[number % 2]) for number in range(100)}
     counts: list[int] = []
-    convert = torch_device_mesh.mesh_of
+    convert = device_mesh.mesh_of
     try:
         for work in (lambda: dtckpt.save(path, state), lambda: dtckpt.restore(path, state)):
             seen: list[Any] = []
-            torch_device_mesh.mesh_of = lambda mesh, seen=seen: seen.append(mesh) or convert(mesh)  # type: ignore
+            device_mesh.mesh_of = lambda mesh, seen=seen: seen.append(mesh) or convert(mesh)  # type: ignore
             work()
             counts.append(len(seen))
     finally:
-        torch_device_mesh.mesh_of = convert
+        device_mesh.mesh_of = convert
     return counts
 
 

@@ -20,7 +20,7 @@ from dtckpt import SaveOptions, errors
 from dtckpt.checkpoint.converting.file_plan import FilePlan
 from dtckpt.checkpoint.converting.write_files import FileWriter
 from dtckpt.checkpoint.restoring import restore as restoring
-from dtckpt.checkpoint.saving import attempt
+from dtckpt.checkpoint.saving import construction
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 
@@ -180,7 +180,7 @@ def exit_after_a_failure(path: str) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("no ink")
 
-    attempt.merge_clients = fail  # the process would end with code 0, and its last step would be missing unseen
+    construction.merge_clients = fail  # the process would end with code 0, and its last step would be missing unseen
     dtckpt.save_async(path, {"w": torch.ones(3)}).wait(WAIT_S)
 
 

@@ -9,7 +9,7 @@ from support.states import packed
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, errors
-from dtckpt.checkpoint.saving.buckets import BucketSource
+from dtckpt.checkpoint.saving.staging import BucketSource
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 
 from . import staging_memory_cases

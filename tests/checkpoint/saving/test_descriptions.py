@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 from support.states import cluster_mesh
 
-from dtckpt.checkpoint.saving.description import Description, described
 from dtckpt.checkpoint.saving.plan import Copies, Holding, TensorSpec, copies_of, holdings_of, plan_save
-from dtckpt.checkpoint.saving.union import passed_by_all, unite
+from dtckpt.checkpoint.saving.union import Description, described, passed_by_all, unite
 from dtckpt.errors import ComponentError, SaveDisagreementError
 from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.region import Region

@@ -8,22 +8,22 @@ import torch
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh, errors
-from dtckpt.checkpoint.saving import attempt, merge
+from dtckpt.checkpoint.saving import agree, construction, merge
+from dtckpt.checkpoint.saving.agree import Summary
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES
-from dtckpt.checkpoint.saving.votes import Summary
 from dtckpt.coordination.api import MAX_PAYLOAD_BYTES
 from dtckpt.storage import commit_by_rename, local_folder, zarr_tensorstore
 
 OLD, NEW = {"w": torch.zeros(64, 4), "step": 1}, {"w": torch.ones(64, 4), "step": 2}
 STEPS = {
-    "planning": (attempt, "kept_plan"),
+    "planning": (agree, "kept_plan"),
     "the directory": (commit_by_rename, "begin"),
     "a write": (zarr_tensorstore.TensorStoreWriter, "write"),
     "the writes' end": (zarr_tensorstore.TensorStoreWriter, "commit"),
     "a write's sync": (local_folder.LocalFolder, "sync"),
     "the chunk list": (local_folder.LocalFolder, "write"),
     "merging": (merge, "merge"),
-    "tidying": (attempt, "remove_working_files"),
+    "tidying": (construction, "remove_working_files"),
     "the commit": (commit_by_rename, "commit"),
     "syncing": (commit_by_rename, "sync_all"),
     "renaming": (commit_by_rename, "_replace"),

@@ -25,7 +25,7 @@ from checkpoint.client_cases import mesh_over_all
 from dtckpt import Layout, RestoreOptions, SaveOptions
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.restoring import unexpected
-from dtckpt.checkpoint.saving import exchange
+from dtckpt.checkpoint.saving import agree
 from dtckpt.dtensor import torch_interop
 from dtckpt.errors import DtckptError
 from dtckpt.storage.local_folder import LocalFolder
@@ -133,7 +133,7 @@ def stage_state(layers: int, axes: Mapping[str, int]) -> dict[str, Any]:
 
 def save_stage(path: str, layers: int, axes: Mapping[str, int], saves: int = 1) -> list[list[str]]:
     """Save some steps of a model; return the rounds of each save."""
-    exchange._kept.clear()  # what an earlier case has planned in this process
+    agree._kept.clear()  # what an earlier case has planned in this process
     state = stage_state(layers, axes)
     fill(state)
     rounds: list[list[str]] = []
@@ -254,7 +254,7 @@ def save_differently(path: str, kind: str) -> list[tuple[str, str]]:
 def save_through_a_fault(path: str, fault: str) -> list[tuple[str, str]]:
     """Save different keys while a fault strikes the last client in the extra rounds; then again. Return the errors."""
     client = dtckpt.client_id()
-    exchange._kept.clear()  # what an earlier case has planned in this process
+    agree._kept.clear()  # what an earlier case has planned in this process
     tree: dict[str, Any] = {f"own{client}": torch.full((5,), float(client)), "lr": 0.5}
     options = SaveOptions(timeout_s=20, overwrite=True)
 
@@ -262,7 +262,7 @@ def save_through_a_fault(path: str, fault: str) -> list[tuple[str, str]]:
         raise MemoryError("no memory") if fault == "plan" else OSError(errno.EIO, "broken")
 
     found: list[tuple[str, str]] = []
-    struck = {"put": (LocalFolder, "write"), "read": (LocalFolder, "read"), "plan": (exchange, "plan_union")}
+    struck = {"put": (LocalFolder, "write"), "read": (LocalFolder, "read"), "plan": (agree, "plan_union")}
     for is_struck in (True, False):
         try:
             with ExitStack() as stack:
@@ -277,7 +277,7 @@ def save_through_a_fault(path: str, fault: str) -> list[tuple[str, str]]:
     if fault == "forgotten":
         # As a client that was restarted: it has planned nothing yet.
         if client == 1:
-            exchange._kept.clear()
+            agree._kept.clear()
         dtckpt.save(path, tree, options=options)
     return found
 

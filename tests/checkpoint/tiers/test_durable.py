@@ -12,8 +12,8 @@ import dtckpt
 from dtckpt import CheckpointManager, LocalTier
 from dtckpt.checkpoint.managing import tier_saves
 from dtckpt.checkpoint.managing.step_folders import StepFolders
-from dtckpt.checkpoint.saving import attempt
-from dtckpt.checkpoint.tiers import session
+from dtckpt.checkpoint.saving import write as writing
+from dtckpt.checkpoint.tiers import local_save
 from dtckpt.errors import StorageError
 
 from . import tier_faults
@@ -46,13 +46,13 @@ class Storage:
 
 @pytest.fixture
 def storage(monkeypatch):
-    made, real = Storage(), attempt.ClientWriter.write
+    made, real = Storage(), writing.ClientWriter.write
 
     def write(self, *args, **kwargs):
         with made.write():
             return real(self, *args, **kwargs)
 
-    monkeypatch.setattr(attempt.ClientWriter, "write", write)
+    monkeypatch.setattr(writing.ClientWriter, "write", write)
     yield made
     made.may_write.set()
     assert made.most_under_way <= 1, "two writes at once"
@@ -358,7 +358,7 @@ def test_a_failure_that_is_no_refusal_is_raised_by_the_next_save(tmp_path, monke
     def described_pieces(*_):
         raise ValueError("an error of the program")
 
-    monkeypatch.setattr(session, "described_pieces", described_pieces)
+    monkeypatch.setattr(local_save, "described_pieces", described_pieces)
     with manager(tmp_path) as manager_:
         manager_.save(1, state(1))
         manager_._tier.wait_for_local()

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from dtckpt import LocalTier
+from dtckpt.checkpoint.reading.pieces import c_strides
 from dtckpt.checkpoint.tiers.host_folder import HostFolder
 from dtckpt.checkpoint.tiers.open_part import piece_digest, piece_seed
 from dtckpt.checkpoint.tiers.peers import BoxRequest, Peer
 from dtckpt.checkpoint.tiers.records import PartIndex, PartPiece, PartTensor, SaveId
 from dtckpt.checkpoint.tiers.server import LENGTH_NBYTES, PartServer
 from dtckpt.errors import CheckpointCorruptError, StorageError, StorageFullError
-from dtckpt.format.stored_pieces import c_strides
 from dtckpt.layout.region import Region
 
 TOKEN = "token of this attempt"

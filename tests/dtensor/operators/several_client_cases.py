@@ -68,7 +68,7 @@ def einsums() -> Iterator[Call]:
             )
 
 
-def kept_composites() -> Iterator[Call]:
+def before_autograd() -> Iterator[Call]:
     """Composites that read or write memory past dispatch, or ask for PyTorch's layout."""
 
     def rank(matrix: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ def infinities() -> Iterator[Call]:
 
 def faults_of_calls() -> list[str]:
     """Return what is wrong, in all clients' order of the calls."""
-    groups = (sorts(), batch_norms(), einsums(), kept_composites(), infinities(), chunked_losses())
+    groups = (sorts(), batch_norms(), einsums(), before_autograd(), infinities(), chunked_losses())
     return [fault for group in groups for call in group for fault in faults_of(call)]
 
 

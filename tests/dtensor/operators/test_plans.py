@@ -10,7 +10,7 @@ from dtckpt.dtensor.debug import CommDebugMode
 from dtckpt.dtensor.operators import dispatch, registry, strategy
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.plans import RulePlan
-from dtckpt.dtensor.operators.tensor_spec import spec_of
+from dtckpt.dtensor.tensor import spec_of
 from dtckpt.errors import OperatorError
 
 MESH = dtckpt.abstract_mesh({"x": 4})

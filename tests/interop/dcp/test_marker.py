@@ -14,8 +14,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import dtckpt
 from dtckpt.checkpoint.converting.convert import convert
+from dtckpt.checkpoint.foreign.dcp_metadata import OWN_MARKER
 from dtckpt.errors import CheckpointExistsError, CheckpointIncompleteError, StorageError
-from dtckpt.format.dcp_metadata import METADATA_NAME, OWN_MARKER
+from dtckpt.format.names import DCP_METADATA_NAME
 from dtckpt.interop import DtckptStorageReader, DtckptStorageWriter
 from dtckpt.interop.dcp import known_saves
 from dtckpt.storage import commit_by_decision, commit_by_rename
@@ -49,9 +50,9 @@ def save(place, value=1.0):
 def markers(place):
     """Return the paths of all files of this name below a run."""
     if "://" in place:
-        return [path.removeprefix("/run/") for path in MemoryFileSystem.store if path.endswith(METADATA_NAME)]
+        return [path.removeprefix("/run/") for path in MemoryFileSystem.store if path.endswith(DCP_METADATA_NAME)]
     run = Path(place).parent
-    return [str(path.relative_to(run)) for path in run.rglob(METADATA_NAME)]
+    return [str(path.relative_to(run)) for path in run.rglob(DCP_METADATA_NAME)]
 
 
 def test_it_is_there_once_the_checkpoint_is_committed(place, monkeypatch):
@@ -67,7 +68,7 @@ def test_it_is_there_once_the_checkpoint_is_committed(place, monkeypatch):
     assert markers(place) == []
     for value in (1.0, 2.0):
         save(place, value)
-        assert markers(place) == [f"step-10/{METADATA_NAME}"]
+        assert markers(place) == [f"step-10/{DCP_METADATA_NAME}"]
     assert dtckpt.restore(place)["a"].tolist() == [2.0] * 3
     assert dtckpt.open_checkpoint(place).verify().is_sound
 
@@ -92,7 +93,7 @@ def test_a_checkpoint_of_save_takes_its_place(place):
     dtckpt.save(place, {"b": torch.ones(1)}, options=options_at(place) or dtckpt.SaveOptions(overwrite=True))
     assert list(dtckpt.restore(place)) == ["b"]
     # At an object store it stays: there is a checkpoint that our reader reads.
-    assert markers(place) == ([f"step-10/{METADATA_NAME}"] if "://" in place else [])
+    assert markers(place) == ([f"step-10/{DCP_METADATA_NAME}"] if "://" in place else [])
     save(place)
     assert list(dtckpt.restore(place)) == ["a"]
 
@@ -114,8 +115,8 @@ def test_copies_and_exports(tmp_path):
 
 
 def test_without_a_manifest_it_is_no_checkpoint(tmp_path):
-    (tmp_path / METADATA_NAME).write_bytes(OWN_MARKER)
-    for path in (tmp_path, tmp_path / METADATA_NAME):
+    (tmp_path / DCP_METADATA_NAME).write_bytes(OWN_MARKER)
+    for path in (tmp_path, tmp_path / DCP_METADATA_NAME):
         with pytest.raises(CheckpointIncompleteError, match="marks a checkpoint of dtckpt"):
             dtckpt.open_checkpoint(path)
 
@@ -146,6 +147,6 @@ def test_a_damaged_checkpoint_is_replaced_with_a_warning(tmp_path, caplog):
 
 def test_a_tensor_of_that_name(tmp_path):
     writer = DtckptStorageWriter(tmp_path / "step", options=dtckpt.SaveOptions(kvstore="zarr"))
-    dcp.save({METADATA_NAME: torch.ones(2), "a": torch.ones(1)}, storage_writer=writer)
-    assert (tmp_path / "step" / METADATA_NAME).read_bytes() == OWN_MARKER
-    assert dtckpt.restore(tmp_path / "step")[METADATA_NAME].tolist() == [1.0, 1.0]
+    dcp.save({DCP_METADATA_NAME: torch.ones(2), "a": torch.ones(1)}, storage_writer=writer)
+    assert (tmp_path / "step" / DCP_METADATA_NAME).read_bytes() == OWN_MARKER
+    assert dtckpt.restore(tmp_path / "step")[DCP_METADATA_NAME].tolist() == [1.0, 1.0]

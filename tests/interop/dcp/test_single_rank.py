@@ -4,6 +4,7 @@ import collections
 import copy
 import datetime
 import enum
+import errno
 import gc
 import io
 import pickle
@@ -276,6 +277,37 @@ def test_overwrite(tmp_path, arguments, is_replaced):
     assert dtckpt.restore(tmp_path / "saved")["a"].item() == (0.0 if is_replaced else 1.0)
 
 
+@pytest.mark.parametrize("where", ["saved", "memory://words/saved"])
+def test_a_refused_overwrite_has_the_words_of_dcp(tmp_path, where):
+    place = where if "memory:" in where else tmp_path / where
+    options = SaveOptions(kvstore="zarr")
+    save({"a": torch.ones(1)}, place, options=options, overwrite=True)
+    words = r"Checkpoint already exists at .*DtckptStorageWriter\(overwrite=True\)"
+    with pytest.raises(dcp.CheckpointException, match=words):
+        save({"a": torch.zeros(1)}, place, options=options, overwrite=False)
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_other_files_are_left_alone(tmp_path, overwrite):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(dcp.CheckpointException, match="exists and is not a checkpoint") as raised:
+        save({"a": torch.ones(1)}, tmp_path, overwrite=overwrite)
+    assert isinstance(cause_of(raised), CheckpointExistsError)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_ids_of_saves_and_loads(tmp_path):
+    writer, reader = DtckptStorageWriter(tmp_path / "saved"), DtckptStorageReader(tmp_path / "saved")
+    ids = writer.save_id, reader.load_id
+    metadata = dcp.save({"a": torch.ones(1)}, storage_writer=writer)
+    assert metadata.storage_meta.save_id == writer.save_id == ids[0]
+    assert reader.read_metadata().storage_meta.load_id == ids[1]
+    writer.reset()
+    reader.reset()
+    assert writer.save_id != ids[0]
+    assert reader.load_id != ids[1]
+
+
 def test_checkpoint_ids(tmp_path):
     writer, reader = DtckptStorageWriter(), DtckptStorageReader()
     assert writer.checkpoint_id is None
@@ -344,6 +376,20 @@ def test_a_failed_commit_leaves_the_old_checkpoint(tmp_path, monkeypatch):
             save({"a": torch.zeros(1)}, tmp_path / "saved")
     assert working_folders(tmp_path / "saved") == []
     assert dtckpt.restore(tmp_path / "saved")["a"].item() == 1.0
+
+
+def test_a_failure_right_after_the_rename_is_told_as_it_is(tmp_path, monkeypatch):
+    """Then the folder under construction is gone, as if another attempt had taken it away."""
+
+    def fail(path):
+        raise OSError(errno.EIO, "the disk is gone", str(path))
+
+    monkeypatch.setattr(commit_by_rename, "sync", fail)
+    with pytest.raises(dcp.CheckpointException) as error:
+        save({"w": torch.ones(2)}, tmp_path / "s")
+    assert isinstance(cause_of(error), StorageError)
+    assert "the disk is gone" in str(cause_of(error))
+    assert dtckpt.restore(tmp_path / "s")["w"].equal(torch.ones(2))
 
 
 @pytest.mark.parametrize("has_written", [False, True])

@@ -24,8 +24,9 @@ from typing import Any
 
 from support import forkserver
 
+from dtckpt.checkpoint.foreign.pickle_syntax import FLOOR_NBYTES, MULTIPLE
+from dtckpt.checkpoint.reading.pieces import UNEXPANDED_NBYTES
 from dtckpt.cli.exit_codes import ExitCode
-from dtckpt.format.read_budget import FLOOR_NBYTES, MULTIPLE, UNEXPANDED_NBYTES
 
 PATIENCE_S = 30
 PATIENCE_S_PER_MB = 60

@@ -92,5 +92,5 @@ def test_objects_are_measured_before_they_are_read(bucket, monkeypatch, bomb, bo
     root.write(MANIFEST_NAME, envelope.SerializeToString())
     with limit_memory(1 << 30):
         assert_damaged(lambda: dtckpt.restore(f"{path}2"))
-    monkeypatch.setattr("dtckpt.checkpoint.reading.checkpoint.MAX_MANIFEST_NBYTES", 100)
+    monkeypatch.setattr("dtckpt.checkpoint.open.MAX_MANIFEST_NBYTES", 100)
     assert_damaged(lambda: dtckpt.open_checkpoint(f"{path}2"))

@@ -1,9 +1,11 @@
-"""Joining, repeating and padding: ``cat``, ``stack``, ``repeat``, ``constant_pad_nd``, ``reflection_pad2d``.
+"""Joining, repeating, padding, another order: ``cat``, ``stack``, ``repeat``, ``constant_pad_nd``, ``flip``, ``roll``.
 
-The dims that grow must be whole; all others may be split.
+The dims that grow or are reordered must be whole; all others may be split.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -17,6 +19,7 @@ from dtckpt.dtensor.operators.rule_builders import (
     from_labels,
     unlabel_dims,
     wrap_dim,
+    wrap_dims,
 )
 
 _aten = torch.ops.aten
@@ -88,3 +91,25 @@ def _pad_image(call: Call) -> Rule | None:
 def _pad_image_backward(call: Call) -> Rule | None:
     """Batch and channels may be split; linear in the gradient, and the padded tensor's values are not read."""
     return batched_images(call, LINEAR, shape_only_operands=[1])
+
+
+# --- other orders ----------------------------------------------------------------------------------------------------
+
+
+def _reordered(call: Call, dims: Sequence[int]) -> Rule | None:
+    """Return the rule of an operator that moves elements along these dims."""
+    ndim = len(call.shapes[0])
+    result = unlabel_dims(wrap_dims(dims, ndim), ndim)
+    return from_labels(call, DimLabels([range(ndim)], [result]), passes=any_reduction())
+
+
+@rule(_aten.roll.default)
+def _roll(call: Call) -> Rule | None:
+    """The dims that it rolls must be whole, or, of the flattened tensor, all."""
+    return _reordered(call, call["dims"] or range(len(call.shapes[0])))
+
+
+@rule(_aten.flip.default, _aten.rot90.default)
+def _flip(call: Call) -> Rule | None:
+    """The dims that it turns must be whole."""
+    return _reordered(call, call["dims"])

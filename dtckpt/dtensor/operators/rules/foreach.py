@@ -1,4 +1,4 @@
-"""Foreach operators and fused optimizer steps: ``_foreach_add_``, ``_foreach_mul``, ``_fused_adamw_``.
+"""Foreach operators and fused optimizer steps: ``_foreach_add_``, ``_foreach_norm``, ``_fused_adamw_``.
 
 One plan serves all lists of a call, and each device runs the operator once. The tensors at one index of the lists get
 layouts that fit each other, by the rule of the operator on single tensors; those at different indices may differ::
@@ -9,12 +9,14 @@ layouts that fit each other, by the rule of the operator on single tensors; thos
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from dtckpt.comm import torch_private
 from dtckpt.dtensor.operators.call import (
@@ -26,17 +28,24 @@ from dtckpt.dtensor.operators.call import (
     signature_of,
     tensors_in,
 )
+from dtckpt.dtensor.operators.composite_helpers import reduce_pending, reduce_pending_all
 from dtckpt.dtensor.operators.mesh_groups import run_groups, split_by_index
-from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, write_into
+from dtckpt.dtensor.operators.operands import replicated_layout, to_layouts, to_replicated, unshare, write_into
 from dtckpt.dtensor.operators.pending_passes import exact_rule, result_dtypes
-from dtckpt.dtensor.operators.plans import finish_write, prepare_write, results_without_devices, strides_of_results
-from dtckpt.dtensor.operators.registry import BY_INDEX, PLANNERS, builder_of
+from dtckpt.dtensor.operators.plans import (
+    Plan,
+    finish_write,
+    prepare_write,
+    results_without_devices,
+    strides_of_results,
+)
+from dtckpt.dtensor.operators.registry import BY_INDEX, PLANNERS, builder_of, composite
 from dtckpt.dtensor.operators.rule import Rule
 from dtckpt.dtensor.operators.rule_builders import pointwise
 from dtckpt.dtensor.operators.strategy import Choice, choose_layouts
-from dtckpt.dtensor.operators.tensor_spec import intern_spec, wrap_components
-from dtckpt.dtensor.tensor import DTensor
-from dtckpt.layout.layout import Layout
+from dtckpt.dtensor.tensor import DTensor, wrap_components
+from dtckpt.dtensor.tensor_spec import intern_spec
+from dtckpt.layout.layout import UNSHARDED, Layout
 
 _aten = torch.ops.aten
 
@@ -56,7 +65,7 @@ class _Row:
     shape: tuple[int, ...]
 
 
-class ForeachPlan:
+class ForeachPlan(Plan):
     """Redistribute the tensors row by row; run the operator once per device; write moved tensors back."""
 
     route = "rule"
@@ -87,8 +96,8 @@ class ForeachPlan:
         names = [name for name in signature.written if is_scaled or name != "grads"]
         self._written = tuple(position for name in names for position in positions.get(name, ()))
 
+    @override
     def run(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
-        """As `Plan.run`."""
         # Moved copies, and views with separate memory, would not see each other's writes.
         has_copies = self._moves or any(tensor._view is not None for tensor in tensors)
         if has_copies and len(self._rows) > 1 and self._are_written_twice(tensors):
@@ -235,3 +244,77 @@ def _register() -> None:
 
 
 _register()
+
+
+# --- reductions of lists ---------------------------------------------------------------------------------------------
+
+
+BY_INDEX.add(_aten._amp_foreach_non_finite_check_and_unscale_.default)
+
+
+@composite(_aten._foreach_max.default)
+def _foreach_max(tensors: Sequence[Any]) -> list[Any]:
+    """One maximum per tensor."""
+    return [tensor.max() for tensor in tensors]
+
+
+@composite(_aten._foreach_norm.Scalar)
+def _foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | None = None) -> Any:
+    """Devices compute norms of components; one exchange for all tensors split by the same axes completes them."""
+    order = float(ord)
+    if order == 0 or order < 0:
+        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+    reduced = reduce_pending_all(tensors)
+    mesh = reduced[0].device_mesh
+    if any(not tensor.is_floating_point() for tensor in reduced):
+        return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+    by_axes: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)
+    for number, tensor in enumerate(reduced):
+        by_axes[tuple(axis for axes in tensor._layout.split_axes for axis in axes)].append(number)
+    result: list[Any] = [None] * len(reduced)
+    for axes, numbers in by_axes.items():
+        terms = []
+        for parts in zip(*(reduced[number].components for number in numbers), strict=True):
+            norms = _norms(parts, order, dtype)
+            # As float64, powers do not overflow where the norm itself fits a float32.
+            terms.append(norms if math.isinf(order) else norms**order)
+        layout = Layout([UNSHARDED], mesh, dict.fromkeys(axes, "max" if math.isinf(order) else "sum"))
+        pending = DTensor(terms, layout, (len(numbers),), torch.float64)
+        (total,) = to_layouts([pending], [replicated_layout(mesh, 1)])
+        scalars = [one if math.isinf(order) else one ** (1 / order) for one in total.components]
+        for position, number in enumerate(numbers):
+            result_dtype = dtype or reduced[number].dtype
+            components = [one[position].to(result_dtype) for one in scalars]
+            device = reduced[number].device  # of a client outside the mesh, whose norms have no components
+            result[number] = DTensor(components, replicated_layout(mesh, 0), (), result_dtype, device=device)
+    return result
+
+
+def _norms(components: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the norms of components as a vector of float64; that of an empty component is zero."""
+    nonempty = [component for component in components if component.numel()]
+    norms = iter(torch_private.foreach_norm(nonempty, order, dtype) if nonempty else ())
+    zero = torch.zeros((), dtype=torch.float64, device=components[0].device)
+    return torch.stack([next(norms).to(torch.float64) if component.numel() else zero for component in components])
+
+
+@composite(_aten._amp_foreach_non_finite_check_and_unscale_.default)
+def _unscale(gradients: Sequence[Any], found_inf: Any, inv_scale: Any) -> None:
+    """An infinity or NaN that one device finds in its components reaches all clients: the flags wait for a maximum."""
+    for tensor in gradients:
+        unshare(tensor)
+    reduced = reduce_pending_all(gradients)
+    mesh = found_inf.device_mesh
+    (scale,) = to_replicated([inv_scale])
+    flags = []
+    for device, local_scale in enumerate(scale.components):
+        flags.append(torch.zeros(found_inf.shape, dtype=found_inf.dtype, device=local_scale.device))
+        components = [tensor.components[device] for tensor in reduced]
+        _aten._amp_foreach_non_finite_check_and_unscale_.default(components, flags[-1], local_scale)
+    pending = Layout([UNSHARDED] * found_inf.ndim, mesh, dict.fromkeys(mesh.dim_names, "max"))
+    flag = DTensor(flags, pending, found_inf.shape, found_inf.dtype, device=found_inf.device)
+    found_inf.copy_(torch.maximum(found_inf, reduce_pending(flag)))
+    for tensor, unscaled in zip(gradients, reduced, strict=True):
+        if unscaled is not tensor:
+            write_into(unscaled, tensor)
+        finish_write(tensor)

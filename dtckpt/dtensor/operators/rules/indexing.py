@@ -16,7 +16,7 @@ from dtckpt.comm import torch_private
 from dtckpt.comm.collectives import neutral_term
 from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.registry import rule
-from dtckpt.dtensor.operators.rule import Passes, Rule, any_reduction
+from dtckpt.dtensor.operators.rule import LINEAR, Passes, Rule, any_reduction
 from dtckpt.dtensor.operators.rule_builders import (
     DimLabels,
     Labels,
@@ -207,3 +207,37 @@ def _scatter(call: Call) -> Rule | None:
     passes = _ADDED if packet == "scatter_add" else any_reduction(0, 2) if is_copy else {}
     dims = unlabel_dims(wrap_dim(call["dim"], ndim), ndim)
     return _along_dim(call, {"index": dims, "src": dims}, passes)
+
+
+# --- embedding -------------------------------------------------------------------------------------------------------
+
+
+@rule(_aten.embedding.default)
+def _embedding(call: Call) -> Rule | None:
+    """``(v, d), (b) -> (b, d)``; if rows are split, the result waits for a sum."""
+    if len(call.shapes[0]) != 2:
+        return None
+    batch = [("index", dim) for dim in range(len(call.shapes[1]))]
+    labels = DimLabels([["v", "d"], batch], [[*batch, "d"]], contracted=completed_by_sum(call, "v"))
+
+    def lookup(
+        component: torch.Tensor, start: int, size: int, indices: torch.Tensor, *_: object, **__: object
+    ) -> torch.Tensor:
+        count = len(component)
+        if count == size:
+            return torch.embedding(component, indices)
+        indices, is_outside = indices_in_component(indices, start, count, size)
+        neutral = neutral_term(component.dtype)
+        if not count:
+            return component.new_full([*indices.shape, component.shape[1]], neutral)
+        return torch.embedding(component, indices).masked_fill_(is_outside.unsqueeze(-1), neutral)
+
+    return masked_lookup(from_labels(call, labels), 0, call.shapes[0][0], lookup)
+
+
+@rule(_aten.embedding_dense_backward.default)
+def _embedding_backward(call: Call) -> Rule | None:
+    """``(b, d), (b) -> (v, d)``; to scale by the count of a row needs all indices: then b must be whole."""
+    batch = [("index", dim) for dim in range(len(call.shapes[1]))]
+    contracted: dict[Hashable, str] = {} if call["scale_grad_by_freq"] else dict.fromkeys(batch, "sum")
+    return from_labels(call, DimLabels([[*batch, "d"], batch], [[None, "d"]], contracted=contracted), passes=LINEAR)

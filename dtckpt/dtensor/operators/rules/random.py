@@ -16,7 +16,7 @@ from dtckpt.dtensor.operators.call import Call, Operator, run_on_meta, signature
 from dtckpt.dtensor.operators.operands import to_layouts, unshare, write_into
 from dtckpt.dtensor.operators.plans import ReplicationPlan, finish_write
 from dtckpt.dtensor.operators.registry import composite, functional_overloads, rule
-from dtckpt.dtensor.operators.rule import Rule
+from dtckpt.dtensor.operators.rule import LINEAR, Rule
 from dtckpt.dtensor.operators.rule_builders import pointwise
 from dtckpt.dtensor.tensor import DTensor
 from dtckpt.errors import RandomParameterError
@@ -158,14 +158,14 @@ def _normal_around(mean: Any, std: Any = 1.0, *, generator: Any = None) -> Any:
 def _require_all(are_right: Any, expected: str) -> None:
     """Refuse parameters of which some element is wrong.
 
-    Collective: Over the mesh's clients, unless the components lie on cards.
+    Collective: Over the mesh's clients, unless the components lie on GPUs.
 
     Args:
         are_right: A DTensor of bools without pending reductions.
         expected: The text of the error.
 
     Raises:
-        RandomParameterError: An element is False, on a CPU; on a card, an assertion of the card fails later.
+        RandomParameterError: An element is False, on a CPU; on a GPU, an assertion of the GPU fails later.
     """
     if are_right.is_cuda:
         # The host need not wait, and a graph can capture it. Each client looks at its own elements.
@@ -262,3 +262,29 @@ def _multinomial(weights: Any, num_samples: int, replacement: bool = False, *, g
     _require_all(weights.sum(-1) > 0, "invalid multinomial distribution (sum of probabilities <= 0)")
     times = refill(torch.empty_like(weights), "exponential", generator)
     return torch.topk(weights / times, num_samples, dim=-1).indices
+
+
+# --- dropout ---------------------------------------------------------------------------------------------------------
+
+
+@composite(_aten.native_dropout.default)
+def _dropout(input: Any, p: Any, train: Any) -> Any:
+    """All dims may be split: the mask is drawn in the input's layout."""
+    mask = torch.empty_like(input, dtype=torch.bool)
+    if train is False or p == 0:
+        return input.clone(), mask.fill_(True)
+    refill(mask, "bernoulli", p=1 - p)
+    return input * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+@composite(_aten._fused_dropout.default)
+def _fused_dropout(input: Any, p: Any, generator: Any = None) -> Any:
+    """As ``native_dropout``, but ``p`` is the chance that an element stays."""
+    mask = refill(torch.empty_like(input, dtype=torch.uint8), "bernoulli", generator, p=p)
+    return input * mask * (1 / p if p else 0.0), mask
+
+
+@rule(_aten.native_dropout_backward.default, _aten._masked_scale.default)
+def _dropout_backward(call: Call) -> Rule | None:
+    """All dims may be split; linear in the gradient."""
+    return pointwise(call.shapes, LINEAR)

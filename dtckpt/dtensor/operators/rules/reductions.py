@@ -1,4 +1,4 @@
-"""Reductions over dims: ``sum``, ``mean``, ``prod``, ``any``, ``amax``, ``median``, ``mode``.
+"""Reductions over dims: ``sum``, ``mean``, ``prod``, ``any``, ``amax``, ``median``, ``equal``.
 
 Where an axis splits a dim that is reduced, each device reduces its component, and the result is pending until a
 reduction over the devices finishes it. Of medians and modes that is impossible: there the dim must be whole.
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from dtckpt.dtensor.operators.call import Call
-from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype
-from dtckpt.dtensor.operators.registry import rule
+from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, are_replicated
+from dtckpt.dtensor.operators.registry import composite, rule
 from dtckpt.dtensor.operators.rule import LINEAR, MONOTONE, Rule
 from dtckpt.dtensor.operators.rule_builders import reduce_dims, reduced_dims
+from dtckpt.dtensor.tensor import DTensor
 
 _aten = torch.ops.aten
 
@@ -136,3 +137,34 @@ def _median_and_index(call: Call) -> Rule | None:
     is_median = func in (_aten.median.dim, _aten.nanmedian.dim)
     local = of_elements if is_median else None
     return reduce_dims(call, call["dim"], keepdim=call["keepdim"], num_results=2, local=local)
+
+
+# --- comparisons with one answer -------------------------------------------------------------------------------------
+
+
+@composite(_aten.equal.default)
+def _equal(self: DTensor, other: DTensor) -> Any:
+    """Whether all components are equal; every client gets the answer."""
+    if self.shape != other.shape or self.dtype != other.dtype or are_replicated(self, other):
+        return NotImplemented
+    return bool(_aten._local_scalar_dense(torch.eq(self, other).all()))
+
+
+@composite(_aten.allclose.default)
+def _allclose(self: DTensor, other: DTensor, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Any:
+    """Whether all components are close; every client gets the answer."""
+    if self.dtype != other.dtype or are_replicated(self, other):
+        return NotImplemented
+    return bool(_aten._local_scalar_dense(torch.isclose(self, other, rtol, atol, equal_nan).all()))
+
+
+@composite(_aten.is_same_size.default)
+def _is_same_size(self: DTensor, other: DTensor) -> Any:
+    """The global shapes are compared; nothing moves."""
+    return self.shape == other.shape
+
+
+@rule(_aten.equal.default)
+def _equal_of_whole(call: Call) -> None:
+    """No rule: it returns no tensor, though PyTorch tags it as pointwise."""
+    del call

@@ -1,0 +1,139 @@
+"""Merge what processes saved each for itself (``use_collectives=False``) into one checkpoint.
+
+Nobody has compared what they saved. What several of them have is taken once if it is the same everywhere: tensors are
+compared by the checksums in the files. What differs, as random states do, becomes what it would be in a checkpoint of
+this library: a value that differs by client (`dtckpt.PerClient`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from dtckpt.checkpoint.foreign.dcp_metadata import DcpMetadata, DcpTensor, StoredItem
+from dtckpt.checkpoint.foreign.dcp_values import Value, read_value, read_values, segments_of, tensor_of
+from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget
+from dtckpt.checkpoint.foreign.torch_files import PieceLocator
+from dtckpt.checkpoint.reading.pieces import PieceTensor
+from dtckpt.errors import CheckpointCorruptError, DtckptError, TreeError
+from dtckpt.format import tree as trees
+from dtckpt.layout.region import Region
+from dtckpt.storage.folder import Folder
+
+Values = dict[str, Value | DtckptError]
+
+
+def merge_processes(folder: Folder, processes: Mapping[int, DcpMetadata]) -> tuple[DcpMetadata, Values]:
+    """Return the metadata and the plain values of the checkpoint that some processes saved. Blocks: on storage.
+
+    Args:
+        folder: The checkpoint's folder.
+        processes: The metadata of each, by rank.
+    """
+    values = {rank: read_values(folder, metadata) for rank, metadata in processes.items()}
+    budget = ReadBudget(str(folder))
+    tensors: dict[str, DcpTensor] = {}
+    merged: Values = {}
+    paths = {flat: path for metadata in processes.values() for flat, path in metadata.paths.items()}
+    for flat, path in paths.items():
+        holders = {rank: metadata for rank, metadata in processes.items() if flat in metadata.paths}
+        merging = _Merging(folder, segments_of(path), max(processes) + 1, budget)
+        found = {rank: values[rank].get(flat, metadata.refused.get(flat)) for rank, metadata in holders.items()}
+        if errors := [value for value in found.values() if isinstance(value, DtckptError)]:
+            merged[flat] = errors[0]
+        elif all(value is None for value in found.values()):
+            result = merging.tensors({rank: metadata.tensors[flat] for rank, metadata in holders.items()})
+            if isinstance(result, DcpTensor):
+                tensors[flat] = result
+            else:
+                merged[flat] = result
+        elif None in found.values():
+            merged[flat] = TreeError(f"{'/'.join(segments_of(path))!r} is a tensor on some processes only")
+        else:
+            items = {rank: metadata.values[flat] for rank, metadata in holders.items()}
+            merged[flat] = merging.values(
+                {rank: value for rank, value in found.items() if isinstance(value, Value)}, items
+            )
+    files = frozenset().union(*(metadata.files for metadata in processes.values()))
+    return DcpMetadata(tensors, {}, paths, files=files), merged
+
+
+class _Merging:
+    """Merges one tensor or value of several processes.
+
+    Args:
+        folder: The checkpoint's folder.
+        segments: The path, as in the names of tensors.
+        num_clients: The number of the processes.
+        budget: Bounds the bytes of the objects made from values that are read again.
+    """
+
+    def __init__(self, folder: Folder, segments: tuple[str, ...], num_clients: int, budget: ReadBudget) -> None:
+        self._folder = folder
+        self._segments = segments
+        self._name = "/".join(segments)
+        self._num_clients = num_clients
+        self._budget = budget
+
+    def values(self, values: Mapping[int, Value], items: Mapping[int, StoredItem]) -> Value | DtckptError:
+        """Return the one value of all processes, or a value for each."""
+        first, *others = values.values()
+        if not first.tensors and all(not each.tensors and _is_same(first.node, each.node) for each in others):
+            return first
+        if not others:
+            return first
+        # Read again, now under a name for each process.
+        by_rank = {
+            rank: read_value(self._folder, (*self._segments, str(rank)), items[rank], self._budget) for rank in values
+        }
+        if errors := [each for each in by_rank.values() if isinstance(each, DtckptError)]:
+            return errors[0]
+        return self._per_client({rank: value for rank, value in by_rank.items() if isinstance(value, Value)})
+
+    def tensors(self, tensors: Mapping[int, DcpTensor]) -> DcpTensor | Value | DtckptError:
+        """Return the one tensor of all processes, or a tensor for each if each has a whole one of its own."""
+        first = next(iter(tensors.values()))
+        chunks: dict[Region, list[StoredItem]] = {}
+        for tensor in tensors.values():
+            for region, item in tensor.chunks:
+                chunks.setdefault(region, []).append(item)
+        is_alike = all((each.dtype, each.shape) == (first.dtype, first.shape) for each in tensors.values())
+        if is_alike and all(self._is_same_chunk(first, region, items) for region, items in chunks.items()):
+            merged = replace(first, chunks=tuple((region, items[0]) for region, items in chunks.items()))
+            try:
+                tensor_of(self._name, merged)
+            except CheckpointCorruptError as error:  # boxes overlap that are not the same
+                return error
+            return merged
+        own = {rank: tensor_of(f"{self._name}/{rank}", tensor) for rank, tensor in tensors.items()}
+        if not all(tensor.is_whole for tensor in own.values()):
+            return CheckpointCorruptError(f"processes saved different elements of tensor {self._name!r}")
+        return self._per_client({rank: Value({"tensor": each.name}, {each.name: each}) for rank, each in own.items()})
+
+    def _is_same_chunk(self, tensor: DcpTensor, region: Region, items: Iterable[StoredItem]) -> bool:
+        """Whether the files of several processes hold the same elements of a box, as far as their checksums tell."""
+        first, *others = items
+        return not others or (
+            self._checksum(tensor, region, first) is not None
+            and {self._checksum(tensor, region, item) for item in others} == {self._checksum(tensor, region, first)}
+        )
+
+    def _checksum(self, tensor: DcpTensor, region: Region, item: StoredItem) -> tuple[int, int] | None:
+        one = tensor_of(self._name, replace(tensor, chunks=((region, item),)))
+        place = PieceLocator(self._folder).locate(one, one.pieces[0])
+        # Of elements in another order the checksum says nothing.
+        return None if place.checked is None or place.strides else (place.checked.nbytes, place.checked.crc)
+
+    def _per_client(self, values: Mapping[int, Value]) -> Value:
+        items = [[rank, value.node] for rank, value in values.items()]
+        node: trees.Node = {"type": ["PerClient", self._num_clients, {"dict": items}]}
+        tensors: dict[str, PieceTensor] = {}
+        refused: dict[str, DtckptError] = {}
+        for value in values.values():
+            tensors |= value.tensors
+            refused |= value.refused
+        return Value(node, tensors, refused)
+
+
+def _is_same(one: trees.Node, other: trees.Node) -> bool:
+    return trees.dump(one) == trees.dump(other)

@@ -1,0 +1,176 @@
+"""The formats of other libraries that are read directly: how each is recognized, and how its index is read.
+
+To add a format: a pure parser in this folder that returns a `PieceIndex`, and an entry in `FORMATS`. All else
+(restores onto any mesh, reads of regions, resharding, conversion) follows from the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtckpt.checkpoint.foreign import dcp_files, safetensors_files, torch_files
+from dtckpt.checkpoint.foreign.piece_files import PieceFiles
+from dtckpt.checkpoint.foreign.safetensors_index import validate_alone
+from dtckpt.checkpoint.reading.pieces import PieceIndex
+from dtckpt.errors import CheckpointError, CheckpointNotFoundError, capped
+from dtckpt.format.names import DCP_METADATA_NAME, is_own_segment
+from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.folder import Folder, open_folder
+from dtckpt.storage.local_folder import LocalFolder
+from dtckpt.storage.location import Location, is_remote
+from dtckpt.storage.url import Url
+
+HEAD_NBYTES = 64
+"""Bytes from the start of a file by which its format is recognized."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignFormat:
+    """A format of another library.
+
+    Args:
+        kind: Its name, as in `PieceIndex.kind`.
+        title: Its name in messages, with an article.
+        suffixes: Ends of the names of its files, where a checkpoint can be one file.
+        markers: Names of which a checkpoint that is a directory usually has one. Where directories cannot be listed,
+            as in object stores, only these are looked for.
+        is_file: Whether a file, by its name and its first `HEAD_NBYTES` bytes, is such a checkpoint.
+        is_folder: Whether a directory, by the names in it, is such a checkpoint.
+        read_index: Reads the index, given the folder and the names in it: that of the one file which the user named,
+            or those of all files. It raises `CheckpointError`s, and what the methods of `Folder` raise.
+        validate_file: Raises a `CheckpointError` for a file that is only a part of a checkpoint, by its name.
+    """
+
+    kind: str
+    title: str
+    suffixes: tuple[str, ...]
+    markers: tuple[str, ...]
+    is_file: Callable[[str, bytes], bool]
+    is_folder: Callable[[Collection[str]], bool]
+    read_index: Callable[[Folder, Collection[str]], PieceIndex]
+    validate_file: Callable[[str], None] = lambda _: None
+
+
+FORMATS: dict[str, ForeignFormat] = {
+    each.kind: each
+    for each in (
+        ForeignFormat(
+            kind=dcp_files.KIND,
+            title="a directory of torch.distributed.checkpoint",
+            suffixes=(),
+            markers=dcp_files.MARKERS,
+            is_file=dcp_files.is_file,
+            is_folder=dcp_files.is_folder,
+            read_index=dcp_files.read_index,
+        ),
+        ForeignFormat(
+            kind=safetensors_files.KIND,
+            title="a safetensors file, or a directory of them",
+            suffixes=(safetensors_files.SUFFIX,),
+            markers=safetensors_files.MARKERS,
+            is_file=safetensors_files.is_file,
+            is_folder=safetensors_files.is_folder,
+            read_index=safetensors_files.read_index,
+            validate_file=validate_alone,
+        ),
+        ForeignFormat(
+            kind=torch_files.KIND,
+            title="a file of torch.save",
+            suffixes=torch_files.SUFFIXES,
+            markers=torch_files.MARKERS,
+            is_file=torch_files.is_file,
+            is_folder=torch_files.is_folder,
+            read_index=torch_files.read_index,
+            validate_file=validate_alone,
+        ),
+    )
+}
+"""By kind, in the order in which they are tried."""
+
+
+def has_foreign_name(where: Location) -> bool:
+    """Whether a URL ends as the name of a file of another library does."""
+    return isinstance(where, Url) and where.name.endswith(
+        tuple(end for each in FORMATS.values() for end in each.suffixes)
+    )
+
+
+def open_foreign(where: Location) -> PieceFiles | None:
+    """Open another library's checkpoint; None if there is none of a format in `FORMATS`. Blocks: on storage.
+
+    Raises:
+        CheckpointCorruptError: The checkpoint is damaged.
+        CheckpointVersionError: It holds something that this version does not know.
+        StorageError: Storage refused.
+    """
+    with translate_errors("look for the checkpoint of another library", where, is_read=True):
+        found = _found(where)
+        if found is None:
+            return None
+        return PieceFiles(found.folder, found.form.read_index(found.folder, found.names), is_remote=is_remote(where))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Another library's checkpoint: its folder, the names in it, and its format."""
+
+    folder: Folder
+    names: Collection[str]
+    form: ForeignFormat
+
+
+def _found(where: Location) -> _Found | None:
+    if isinstance(where, Path):
+        if where.name == DCP_METADATA_NAME and where.is_file():
+            where = where.parent  # its metadata stand for a whole directory
+        if where.is_file():
+            return _as_file(LocalFolder(where.parent), where.name)
+        return _as_folder(LocalFolder(where), LocalFolder(where).names()) if where.is_dir() else None
+    if has_foreign_name(where) and (file := _as_file(open_folder(where.parent), where.name)) is not None:
+        return file
+    folder = open_folder(where)
+    markers = dict.fromkeys(name for form in FORMATS.values() for name in form.markers)
+    return _as_folder(folder, [name for name in markers if _head(folder, name) is not None])
+
+
+def _as_folder(folder: Folder, names: Collection[str]) -> _Found | None:
+    return next((_Found(folder, names, form) for form in FORMATS.values() if form.is_folder(names)), None)
+
+
+def _as_file(folder: Folder, name: str) -> _Found | None:
+    if (head := _head(folder, name)) is None:
+        return None
+    form = next((form for form in FORMATS.values() if form.is_file(name, head)), None)
+    if form is None:
+        return None
+    form.validate_file(name)
+    return _Found(folder, [name], form)
+
+
+def _head(folder: Folder, name: str) -> bytes | None:
+    """Return the first bytes of a file; None if there is none."""
+    with suppress(FileNotFoundError):
+        return folder.read(name, 0, HEAD_NBYTES)
+    return None
+
+
+def not_understood(where: Location, error: CheckpointError) -> CheckpointError:
+    """Return the error for a place without a checkpoint that can be read.
+
+    Args:
+        where: The place.
+        error: What is known of it, if it is one of this library's.
+    """
+    expected = f"expected a checkpoint of dtckpt, {', '.join(form.title for form in FORMATS.values())}"
+    if isinstance(where, Path) and where.is_file():
+        return CheckpointNotFoundError(
+            f"there is no checkpoint at {where}: it is a file of no format that dtckpt reads; {expected}"
+        )
+    names = LocalFolder(where).names() if isinstance(where, Path) and where.is_dir() else []
+    # A directory that nothing of ours is in was not left behind by a save.
+    if names and not any(map(is_own_segment, names)):
+        return CheckpointNotFoundError(f"there is no checkpoint at {where}: it holds {capped(names)}; {expected}")
+    return error
