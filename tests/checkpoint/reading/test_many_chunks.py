@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 import dtckpt
-from dtckpt.storage import byte_ranges
+from dtckpt.storage import chunk_reader
 
 SIDE = 4
 
@@ -72,7 +72,7 @@ def test_twice_the_chunks_take_twice_the_calls(tmp_path, work):
 
 def test_no_file_is_closed_while_it_is_read(tmp_path, monkeypatch):
     """Two threads may open a file at one time, and only one of the two stays in the list of open files."""
-    monkeypatch.setattr(byte_ranges, "MAX_OPEN_FILES", 0)
+    monkeypatch.setattr(chunk_reader, "MAX_OPEN_FILES", 0)
     _write(tmp_path / "few", 3, 3)
     _verify(tmp_path / "few")
     _restore(tmp_path / "few")
