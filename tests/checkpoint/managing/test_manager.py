@@ -2,16 +2,15 @@
 
 import math
 import shutil
-import subprocess
-import sys
 import time
-from pathlib import Path
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support import forkserver
 
 import dtckpt
 from checkpoint.saving import save_async_cases
@@ -459,32 +458,30 @@ def test_a_restore_sees_the_save_in_flight(tmp_path):
 # --- leftovers ---
 
 
-def start(call):
-    return subprocess.Popen(
-        [sys.executable, "-c", f"from checkpoint.saving import save_async_cases; save_async_cases.{call}"],
-        cwd=Path(__file__).parents[2],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-
-def end(process):
-    process.kill()
-    process.communicate(timeout=WAIT_S)
-
-
-def test_attempts_that_live_are_left_alone(tmp_path):
-    process = start(f"build_forever({str(tmp_path / 'step_00000005')!r})")
+@contextmanager
+def running(case, path):
+    """Run a case in another process until it is killed; yields the process when it says that it is ready."""
+    ours, theirs = forkserver.Pipe()
+    process = forkserver.start(case, str(path), theirs)
+    theirs.close()
     try:
-        assert process.stdout.readline() == "building\n"
+        assert ours.poll(WAIT_S)
+        assert ours.recv() == "ready"
+        yield process
+    finally:
+        process.kill()
+        process.join(WAIT_S)
+        ours.close()
+
+
+@pytest.mark.processes
+def test_attempts_that_live_are_left_alone(tmp_path):
+    with running(save_async_cases.build_forever, tmp_path / "step_00000005"):
         (building,) = tmp_path.iterdir()
         later = building.stat().st_mtime + 1000
         assert collect_leftovers(tmp_path, min_age_s=10, now=later) == []
         save_steps(tmp_path, [6], leftover_age_s=1e-9)
         assert building.is_dir()
-    finally:
-        end(process)
     # Dead now, but only as old as its last change says.
     assert collect_leftovers(tmp_path, min_age_s=1e9, now=later) == []
     assert collect_leftovers(tmp_path, min_age_s=10, now=later) == [building]
@@ -531,17 +528,14 @@ def test_one_manager_at_a_time_saves(tmp_path):
     assert first.all_steps() == [1, 2]
 
 
+@pytest.mark.processes
 def test_one_process_at_a_time_saves(tmp_path):
-    process = start(f"hold({str(tmp_path)!r})")
-    try:
-        assert process.stdout.readline() == "holding\n"
+    with running(save_async_cases.hold, tmp_path) as process:
         manager = CheckpointManager(tmp_path)
         with pytest.raises(errors.CheckpointConflictError, match=f"process {process.pid} on .* saves checkpoints"):
             manager.save(1, state(1))
         assert manager.restore().step == 0
         assert RootLock(tmp_path).holder().startswith(f"process {process.pid} on ")
-    finally:
-        end(process)
     manager.save(1, state(1))
     manager.close()
     assert manager.all_steps() == [0, 1]

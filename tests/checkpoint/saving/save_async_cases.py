@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -391,23 +392,23 @@ def _unlink_one_of_the_trash(then: Callable[[], None]) -> Callable[..., None]:
     return unlink_and_end
 
 
-def hold(root: str) -> None:
+def hold(root: str, pipe: Connection) -> None:
     """Manage a root until killed."""
     manager = dtckpt.CheckpointManager(root)
     handle = manager.save(0, {"w": torch.ones(2)})
     assert handle is not None
     handle.result(WAIT_S)
-    print("holding", flush=True)
-    sys.stdin.read()
+    pipe.send("ready")
+    pipe.recv()
 
 
-def build_forever(path: str) -> None:
+def build_forever(path: str, pipe: Connection) -> None:
     """Be amid a save until killed."""
     with Gate() as gate:
         dtckpt.save_async(path, {"w": torch.ones(1000)})
         assert gate.reached.wait(WAIT_S)
-        print("building", flush=True)
-        sys.stdin.read()
+        pipe.send("ready")
+        pipe.recv()
 
 
 # --- objects -------------------------------------------------------------------------------------------------------
