@@ -2,7 +2,7 @@
 
 A client asks the others for a fact that all of them need, such as the global shape that follows from local shapes, when
 it meets a case for the first time. It takes the answer for granted whenever the case comes again, without a message.
-That goes wrong when the case of one client comes again while that of another has changed:
+That goes wrong when the case of one client comes again while another client's case has changed:
 
     client 0: case A, as in agreement 0       takes (8,) for granted     digest of 0
     client 1: case B, as in agreement 1       takes (6,) for granted     digest of 1
@@ -91,18 +91,18 @@ def recall(group: Group, case: Hashable) -> Any:
 
 
 def remember(group: Group, case: Hashable, fact: Any) -> None:
-    """Note what a group of clients has agreed on; each of them calls this after the exchange that settled it.
+    """Note an agreement of a group of clients; each client calls this after the exchange that settled the fact.
 
     Args:
         group: The clients.
-        case: What the fact follows from on this client. It holds whatever its parts refer to.
+        case: The values on this client from which the fact follows. It holds all objects that its parts refer to.
         fact: Anything but None.
     """
     _of(group).remember(case, fact)
 
 
 def digest(group: Group) -> int:
-    """Return a number below 2**31 that tells apart what clients take for granted."""
+    """Return a number below 2**31 that differs between clients that used different agreements."""
     return _of(group).digest
 
 

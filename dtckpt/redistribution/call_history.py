@@ -11,10 +11,10 @@ among two or more of these clients raises. That is the case if
 
 * a client had returned from the call before it heard of the disagreement, as it needed nothing from the others;
 * a client did not come to the call (`dtckpt.redistribution.watcher`);
-* a client failed outside of a numbered call, as in an operator, and then asks for what the others had asked for when
-  they raised its error: it may be the very same call;
-* clients differ in what they assumed: calls that change a layout without a message, and calls among larger groups,
-  which go into a digest;
+* a client failed outside of a numbered call, as in an operator, and then asks for the same redistribution as the others
+  did when they raised its error: it may be the very same call;
+* the assumptions of clients differ: calls that change a layout without a message, and calls among larger groups, which
+  go into a digest;
 * a call was broken off: a client is gone, a wait timed out, the program was interrupted.
 """
 
@@ -56,7 +56,7 @@ class Failure:
         """Return the error that every further call raises; the same text on every client, once all have registered."""
         record, self._record = self._record, None
         if record is not None:
-            with suppress(RuntimeError):  # the store is gone, and with it what others had to say
+            with suppress(RuntimeError):  # the store is gone, and with it the texts of other clients
                 record.settle()
                 self._error = record.error() or self._error
         return self.error_so_far()
@@ -76,7 +76,7 @@ class GroupHistory:
     Attributes:
         count: How many calls there were, alike on all clients of the group.
         caller: The thread that made the last call.
-        failure: Why every further call raises; None while none does.
+        failure: Why every further call raises; None while calls succeed.
         doubtful: The record of an error that this client had outside of a numbered call, until its next call.
         lock: Held to count a call, and to note that this client did not come to one.
     """
@@ -93,11 +93,11 @@ class GroupHistory:
 
     @property
     def assumed(self) -> int:
-        """Digest of what this client assumes of earlier calls of the others; part of the tags of all messages.
+        """Digest of this client's assumptions about earlier calls of the others; part of the tags of all messages.
 
-        Those are the changes of layout that needed no messages, and how many calls there were among larger groups,
-        which all clients of this group belong to. Each thread counts these by itself, as threads go on at their own
-        pace.
+        The assumptions are the changes of layout that needed no messages, and the number of calls among larger groups to
+        which all clients of this group belong. Each thread counts these calls by itself, as threads go on at different
+        speeds.
         """
         position = sum(history.num_in_thread for history in self.larger)
         return (self._assumed + position * 69_069) & _MASK
@@ -129,7 +129,7 @@ class GroupHistory:
         raise self.failure.error()
 
     def call(self, number: int) -> Any:
-        """Return what was remembered of a call; None if it was not made yet, or long ago."""
+        """Return the record of a call; None if the call was not made yet, or was made long ago."""
         position = number - self.count + len(self._calls)
         return self._calls[position] if 0 <= position < len(self._calls) else None
 

@@ -65,9 +65,9 @@ class Participation(NamedTuple):
 
 Planner = Callable[[Callable[[int], Sequence[LayoutChange]], int, int], Participation]
 """Returns a participation. Takes the changes that are asked for, as a function of the client that looks at them, the
-number of the call among its clients, and the digest of what those who ask take for granted."""
+number of the call among its clients, and the digest of the agreements and assumptions of the clients that ask."""
 
-# By default process group. A clone is a connection of its own: a program's own wait for a key blocks only its own.
+# By default process group. A clone has a separate connection, so a program's own wait for a key does not block it.
 _stores: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
@@ -117,11 +117,11 @@ class CallRecord:
         self._participations: dict[str, Participation] = {}
 
     def read(self) -> dict[str, Any]:
-        """Return what clients have written.
+        """Return the texts that clients have written.
 
         Returns:
             ``requests``: by request, the client that wrote it first. ``errors``: by client, code and text. ``astray``:
-            by client, why its calls no longer correspond to those of the others.
+            by client, why its calls no longer correspond to the calls of the others.
         """
         return _parse(self._store.get(self._key) if self._store.check([self._key]) else b"")
 
@@ -134,7 +134,7 @@ class CallRecord:
         return _is_last(self.read())
 
     def add_request(self, request: str, astray: str = "") -> None:
-        """Write what this client asks for, and does by itself; register it.
+        """Write this client's request and, if it went astray, the reason; register this client.
 
         Args:
             request: See `encode`.
@@ -166,7 +166,7 @@ class CallRecord:
         """Change the state by compare-and-set, until that succeeds or ``change`` changes nothing."""
         current = self._store.get(self._key) if self._store.check([self._key]) else b""
         while change(state := _parse(current)) and (changed := json.dumps(state)) != current.decode():
-            # To a store, an expected value of "" also stands for a key that nobody has written yet.
+            # To a store, an expected value of "" also stands for a key that no client has written yet.
             stored = self._store.compare_set(self._key, current.decode(), changed)
             if stored.decode() == changed:
                 break
@@ -177,7 +177,7 @@ class CallRecord:
             return
         self._has_registered = True
         self._store.set(f"{self._key}/{self._client}", "here")
-        # The count comes last, so whoever counts this client also finds its key and its request.
+        # The count comes last, so a client that counts this one also finds its key and its request.
         num_here = self._store.add(f"{self._key}/here", 1)
         # Where all that came before have returned, other clients have stopped looking at this record.
         if num_here - 1 == self._store.add(f"{self._key}/gone", 0):
@@ -214,8 +214,8 @@ class CallRecord:
             self._joining.release()
 
     def _join_requests(self) -> bool:
-        # In the order of the record, of which every client knows a first part. In orders of their own, three clients
-        # could each take part in the request that the next one waits for.
+        # In the order of the record, of which every client knows a first part. In different orders, three clients could
+        # each take part in the request that the next client waits for.
         for request in [request for request in self.read()["requests"] if request not in self._joined]:
             if request not in self._participations:
                 self._participations[request] = self.plan(partial(_decode, request), self._count, _digest_in(request))
@@ -280,7 +280,7 @@ def last_error(cause: DtckptError, reasons: Sequence[str] = ()) -> DtckptError:
     """Return the error after which a group of clients calls no more.
 
     Args:
-        cause: What went wrong first.
+        cause: The first error.
         reasons: Why the clients' calls no longer correspond.
     """
     code, text = to_wire(cause)
@@ -291,7 +291,7 @@ def _cause_in(state: Mapping[str, Any]) -> DtckptError | None:
     """Return a client's own error, else one that says how requests differ, if they do."""
     if state["errors"]:
         client, (code, message) = min(state["errors"].items(), key=lambda item: int(item[0]))
-        # An error of all clients, which a client passes on, is none of its own.
+        # An error with this end concerns all clients; this client only passes it on, so the text does not name it.
         return from_wire(code, message if message.endswith(_LAST_CALL) else f"client {client}: {message}")
     if len(state["requests"]) < 2:
         return None
@@ -311,11 +311,11 @@ def _cause_in(state: Mapping[str, Any]) -> DtckptError | None:
 # --- requests, as text ---------------------------------------------------------------------------------------------
 
 Facts = tuple[int | None, int | None]
-"""The digests of what a client takes for granted, and of what it assumes; None: it needs nothing from others."""
+"""The digests of a client's agreements and of its assumptions; None: it needs nothing from others."""
 
 
 def encode(changes: Sequence[LayoutChange], facts: Facts) -> str:
-    """Return changes, and what is taken for granted, as a text, which is the same on every client that agrees."""
+    """Return changes and digests as a text, which is the same on every client that agrees."""
     meshes: list[Mesh] = []
 
     def encode_layout(layout: Layout) -> list[Any]:
@@ -337,7 +337,7 @@ def encode(changes: Sequence[LayoutChange], facts: Facts) -> str:
 
 
 def subject_of(request: str) -> Any:
-    """Return what a request asks for, whatever its client takes for granted."""
+    """Return the changes that a request asks for, without its client's digests."""
     return json.loads(request)[:2]
 
 

@@ -1,9 +1,9 @@
-"""Detect that clients ask for different redistributions in one call, so that all raise the same error and none hangs.
+"""Detect that clients ask for different redistributions in one call, so all raise the same error, and no client hangs.
 
 Gloo cannot cancel a message that it waits for, and a client whose arguments are wrong sends none. So the clients use a
 record of the call in the store of the default process group (`dtckpt.redistribution.call_record`). A client that fails
 writes its error there; a client that has waited for long writes its request. Each client then takes part in all
-requests, in those of others with zeros:
+requests; for the requests of others it sends zeros:
 
     client 0: rows               client 1: rows                client 2: columns
         |  waits `PATIENCE_S`        |  waits                      |  waits
@@ -17,11 +17,11 @@ requests, in those of others with zeros:
     every request completes; each client reads the record again, finds two requests, and raises
 
 No message is left over, all waits end, and all clients raise the same error. Messages of different requests never
-meet: each request has tags of its own (`dtckpt.redistribution.execute`). `dtckpt.redistribution.call_history` says
+meet: each request has different tags (`dtckpt.redistribution.execute`). `dtckpt.redistribution.call_history` says
 which calls have a number, and when the clients may go on after the error.
 
-While clients agree and are quick, none writes to the store. Redistributions on NCCL are not covered: the host does
-not wait for those.
+While clients agree and are quick, they do not write to the store. Redistributions on NCCL are not covered: the host
+does not wait for them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class RedistributionCall:
 
     Attributes:
         count: The number of the call among these clients, alike on all of them.
-        digest: Of what this client takes for granted (`dtckpt.redistribution.agreements`) and assumes
+        digest: Digest of this client's agreements (`dtckpt.redistribution.agreements`) and assumptions
             (`dtckpt.redistribution.call_history`).
 
     Raises:
@@ -177,7 +177,7 @@ class LocalCall:
     Args:
         group: The clients.
         number: Its number among them.
-        asked: What it asked for.
+        asked: The changes that it asked for.
         plan: As for `RedistributionCall`.
     """
 
@@ -203,7 +203,7 @@ def _has_gone_on(record: CallRecord, group: Group, request: str) -> bool:
     Args:
         record: Of the call.
         group: Its clients.
-        request: What this client asked for.
+        request: This client's request.
 
     Returns:
         Whether they disagree.
@@ -223,7 +223,7 @@ def _has_gone_on(record: CallRecord, group: Group, request: str) -> bool:
 
 
 def settled_error(group: Group, record: CallRecord) -> DtckptError:
-    """Wait until all clients have said what they want, and return the error that all of them raise."""
+    """Wait for the requests of all clients, and return the error that all of them raise."""
     if not record.settle():
         watcher.settle_later(record)
     agreements.forget(group)
@@ -238,7 +238,7 @@ def count_local_call(asked: Sequence[Asked], plan: Planner, *, is_assumed: bool 
     """Count a public call that sends nothing, so that later calls have the same number on all clients.
 
     Args:
-        asked: What is asked for; a tensor that stays as it is changes to its own layout.
+        asked: The changes; a tensor that stays as it is changes to its own layout.
         plan: As for `RedistributionCall`.
         is_assumed: Whether others are assumed to ask for the same also where layouts stay, because the call makes them.
 
@@ -272,8 +272,8 @@ def _changes(asked: Sequence[Asked]) -> list[LayoutChange]:
 def _resolve_doubt(history: GroupHistory, group: Group, changes: Sequence[LayoutChange]) -> None:
     """Let the clients call no more if this call may be the one in which the others raised this client's last error.
 
-    The error had no number here, so it took that of the others' next call. If this client goes on behind that call, all
-    are level. If it makes that call now, it is one behind.
+    The error had no number here, so it took the number of the others' next call. If this client goes on behind that
+    call, all clients are level. If it makes that call now, it is one call behind.
     """
     record, history.doubtful = history.doubtful, None
     if record is None or history.failure is not None:
@@ -299,7 +299,7 @@ def report_error(error: DtckptError, meshes: Sequence[Mesh], plan: Planner, *, i
     `GRACE_S` after the last one that came, or longer if a request cannot be joined before.
 
     Args:
-        error: What went wrong here.
+        error: The error of this client.
         meshes: All meshes that are known to take part, sources and targets.
         plan: Plans this client's participation in the requests of others.
         is_numbered: Whether the call that failed has a number on every client, whatever its arguments.

@@ -214,8 +214,8 @@ class BoxExchange:
         if is_reused:
             return
 
-        # Through host memory a large box goes in pieces: one is packed or reduced while the next is in flight. NCCL
-        # runs an exchange as one operation, so there nothing would overlap.
+        # Through host memory a large box goes in pieces: a client packs or reduces a piece while the next piece is in
+        # flight. NCCL runs an exchange as one operation, so there nothing would overlap.
         is_cut = self.device_type == "cpu" and not plan.is_local
 
         def pieces(moves: Iterable[Move]) -> Iterator[Move]:
@@ -266,7 +266,7 @@ class BoxExchange:
         ]
 
     def index_in(self, later: BoxExchange) -> dict[int, tuple[slice, ...]] | None:
-        """Return where this exchange's outputs stay within those of the next exchange.
+        """Return where this exchange's outputs stay within the outputs of the next exchange.
 
         Then both can share one buffer: the outputs are made where the next exchange would copy them.
 
@@ -312,7 +312,7 @@ class OutputBuffers:
 
     Args:
         outputs: The new components, by device id.
-        spare: By device id, buffers of bytes that nobody else uses before the exchange is finished.
+        spare: By device id, buffers of bytes that no other code uses before the exchange is finished.
     """
 
     outputs: dict[int, torch.Tensor]
@@ -332,7 +332,7 @@ class OutputBuffers:
         )
 
     def take_spare(self, box: Box) -> torch.Tensor | None:
-        """Take a spare buffer for a box on its device; None if none is large enough."""
+        """Take a spare buffer for a box on its device; return None if every spare buffer is too small."""
         buffers = self.spare.get(box.device, [])
         for number, spare in enumerate(buffers):
             # The bytes around a part begin at any address; a view of a wider dtype must not.
@@ -494,7 +494,7 @@ def validate_reduction(reduce_op: str, dtype: torch.dtype, divisor: int = 1) -> 
     Args:
         reduce_op: The reduction.
         dtype: Dtype of the terms.
-        divisor: What the reduced value is divided by.
+        divisor: Divides the reduced value.
 
     Raises:
         LayoutError: They cannot.
@@ -539,7 +539,7 @@ def _pieces(move: Move, itemsize: int) -> Iterator[Move]:
 
 def _bytes_around(whole: torch.Tensor, part: Sequence[slice]) -> list[torch.Tensor]:
     """Return the bytes before and after a part of a tensor, if the part is rows of a contiguous tensor; else none."""
-    # Beside a part that is no rows, the bytes around it lie in many short runs between those of the part.
+    # If the part is not rows, the bytes around it lie in many short runs between the bytes of the part.
     is_rows = all(one == slice(0, size) for one, size in zip(part[1:], whole.shape[1:], strict=True))
     if not part or not is_rows or not whole.is_contiguous():
         return []

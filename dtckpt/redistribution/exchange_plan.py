@@ -14,9 +14,9 @@ cases of this.
     |       |       |              |    :.....:    |
     +-------+-------+              +---------------+
 
-Each byte goes at most once from one client to another. A device of the same client is asked first, and of several
-devices of one client that need the same box, one receives it and forwards it to the others. Where several remote
-devices hold a box, the receiver's position in its mesh decides which of them sends it, so receivers spread over
+Each byte goes at most once from one client to another. A device of the same client is asked first. If several
+devices of one client need the same box, the first of them receives it and forwards it to the others. Where several
+remote devices hold a box, the receiver's position in its mesh decides which of them sends it, so receivers spread over
 senders. Sender and receiver derive the same plan from the layouts, without communicating.
 
 A client plans only the moves from and to its own devices. The parts of a layout are the mesh's grid of devices, its
@@ -139,7 +139,7 @@ def kept_axes(source: Layout, target: Layout) -> tuple[str, ...]:
 
 
 def reduction_kind(reduce_op: str) -> str:
-    """Return the kind of a reduction; those of one kind commute. An average is a sum, divided in the end."""
+    """Return the kind of a reduction; reductions of one kind commute. An average is a sum, divided in the end."""
     return "sum" if reduce_op == "avg" else reduce_op
 
 
@@ -154,7 +154,7 @@ class _Holders:
     """The devices that hold each part of a layout.
 
     The arrays have one dim per tensor dim (the shard's index), one per axis (the coordinate along it), and one for the
-    replicas of a part, which are in order of their clients; those of one client ascend.
+    replicas of a part, which are in order of their clients; the replicas of one client ascend.
 
     Args:
         devices: Device ids.
@@ -306,7 +306,7 @@ class _Planner:
         draft = _Draft()
         for part, receivers in self._new_parts.items():
             self._receive(shape, part, receivers, draft)
-        # Where everybody holds all parts, nobody receives, and the search for receivers would be in vain.
+        # Where every client holds all parts, no client receives, and the search for receivers would be in vain.
         for part, senders in () if self._is_local else self._old_parts.items():
             self._send(shape, part, senders, draft)
         return ExchangePlan(
@@ -343,7 +343,7 @@ class _Planner:
             draft.forwards += [_move(first, other, box) for other in others]
 
     def _send(self, shape: tuple[int, ...], part: Part, senders: tuple[int, ...], draft: _Draft) -> None:
-        """Plan what this client's devices ``senders``, which hold the same part, send to other clients.
+        """Plan the messages to other clients from this client's devices ``senders``, which hold the same part.
 
         The mirror of `_receive`: of the receivers that overlap the part, those whose turn falls on this client.
         """
@@ -351,8 +351,8 @@ class _Planner:
         window = _window(self._target, shape, box)
         kept = part[len(shape) : len(shape) + self._num_kept]
         devices, owners, is_first = self._receivers.at((*(slice(each.start, each.stop) for each in window), *kept))
-        # The same arithmetic as in `_Holders.sender`. If the two differed, a client would wait for a box that nobody
-        # sends.
+        # The same arithmetic as in `_Holders.sender`. If the two differed, a client would wait for a box that no
+        # client sends.
         turns = self._turns[self._offsets.of_all(devices)]
         is_mine = is_first & (turns % len(clients) == clients.index(self._client))
         for index in map(tuple, np.argwhere(is_mine.any(axis=-1)).tolist()):

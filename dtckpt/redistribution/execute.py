@@ -43,7 +43,7 @@ Exchange = BoxExchange | NativeExchange
 Transfer = BoxTransfer | NativeTransfer
 
 _TAGS_APART = 1_000_003
-"""Distance between the tags of one call's messages and those of the next."""
+"""Distance between the tags of one call's messages and the tags of the next call's."""
 _NEUTRAL_VALUES = {"product": 1, "bxor": 0}
 """When a value becomes a term, all devices but the first hold this, or the neutral term of a sum.
 
@@ -74,8 +74,8 @@ class RedistributionPlan:
     Args:
         change: The change of layout.
         exchanges: One per layout on the path.
-        index_in_next: Per exchange, where its outputs stay within those of the next one, by device; None if they do
-            not, and for the last one. See `BoxExchange.index_in`.
+        index_in_next: Per exchange, where its outputs stay within the outputs of the next exchange, by device; None if
+            they do not, and for the last exchange. See `BoxExchange.index_in`.
         neutral_values: By device of the target, the value that fills its component in the end, where a value becomes
             a term.
     """
@@ -176,7 +176,7 @@ def _merge(exchanges: tuple[BoxExchange, ...]) -> BoxExchange:
 def _fingerprint(plans: tuple[RedistributionPlan, ...]) -> int:
     """Return a number below 2**31 for the tags of all messages of some plans that run together.
 
-    Paths to different layouts may begin with the same exchange. Its messages must not be taken for those of another
+    Paths to different layouts may begin with the same exchange. Its messages must not be taken for messages of another
     path, so the tags follow from the changes as a whole.
     """
     return zlib.crc32(str([plan.change.fingerprint for plan in plans]).encode()) >> 1
@@ -188,10 +188,10 @@ class Redistribution:
     Args:
         plans: One per tensor.
         tensors: The components of each.
-        call: Watches over what this client waits for; None if the host never waits.
+        call: Watches over this client's waits; None if the host never waits.
         count: The number of the call among its clients; it keeps messages of different calls apart.
         into: Buffers for the new components of each. Components that are old ones are not copied there.
-        granted: The digest of what the clients take for granted; it keeps messages of those apart that do not agree.
+        granted: The digest of the clients' agreements and assumptions; it keeps messages of different digests apart.
 
     Attributes:
         components: The new components of every tensor, by device id of its target mesh; complete after `wait`.
@@ -275,7 +275,7 @@ class Redistribution:
                 raise
 
     def _break_off(self, error: BaseException) -> None:
-        """Leave all memory alone from now on, that of transfers which have not failed themselves too.
+        """Leave all memory alone from now on, also the memory of transfers that have not failed themselves.
 
         Raises:
             DtckptError: The clients called no more already. That is why others have left, and says more than ``error``.
@@ -289,13 +289,13 @@ class Redistribution:
                 raise earlier from error
 
     def __del__(self) -> None:
-        # Other clients wait for what this one sends, and for its part in their own requests, whether or not anyone
-        # here wants the result.
+        # Other clients wait for this client's messages, and for its part in their own requests, whether or not this
+        # program wants the result.
         if self._error is not None:
             return
         try:
             self.wait()
-        except Exception as error:  # there is nobody to raise it to
+        except Exception as error:  # no caller is left to raise it to
             _LOG.warning("a redistribution whose result was dropped has failed: %s", error)
 
 
@@ -356,7 +356,7 @@ class EnqueuedRedistribution:
     """A redistribution that is enqueued on CUDA streams beside the current ones, so the host need not wait.
 
     Args:
-        plans: One per tensor; none sends anything through host memory.
+        plans: One per tensor; no plan sends anything through host memory.
         tensors: The components of each.
         cards: See `_cards`.
 
@@ -447,7 +447,7 @@ def redistribute_components(
     if not is_async:
         running.wait()
     elif host_waits:
-        # This thread goes on with other work, but other clients wait for what this one sends.
+        # This thread goes on with other work, but other clients wait for this client's messages.
         ensure_progress()
     return running
 

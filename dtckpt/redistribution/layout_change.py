@@ -68,7 +68,7 @@ class LayoutChange:
     @property
     def fingerprint(self) -> int:
         """A number below 2**31, the same on all clients for the same change, and hardly ever for different ones."""
-        # No `hash`: that of a text differs from process to process.
+        # No `hash`: the hash of a text differs from process to process.
         layouts = [(_fingerprint(each.mesh), each.sharding_specs, each.partial) for each in (self.source, self.target)]
         return zlib.crc32(f"{layouts} {self.shape} {self.dtype}".encode()) >> 1
 

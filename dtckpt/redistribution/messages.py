@@ -9,7 +9,7 @@
                                      +---------------------------+
 
 Each box of a shared message starts at a multiple of `ALIGNMENT` bytes. A very large box is cut into pieces before it
-comes here, each a message of its own, so that one piece is packed, unpacked or reduced while the next is in flight.
+comes here. Each piece is a separate message, so one is packed, unpacked or reduced while the next is in flight.
 Sender and receiver derive the same format from the sizes of the boxes, without communicating.
 """
 
@@ -29,7 +29,7 @@ Components = Mapping[int, torch.Tensor]
 """This client's components of one tensor, by global device id of their mesh."""
 
 LARGE_NBYTES = 1 << 20
-"""A box of at least this size is a message of its own."""
+"""A box of at least this size is a separate message."""
 MESSAGE_NBYTES = 64 << 20
 """Small boxes share a message up to this size, padding not counted."""
 ALIGNMENT = 16
@@ -112,7 +112,7 @@ class MessageFormat:
             yield message[start : start + box.nbytes].view(box.dtype).view(box.shape)
 
     def pack(self, tensors: Sequence[Components], device: torch.device | None) -> torch.Tensor:
-        """Return the message, contiguous, on ``device``, by default that of the boxes.
+        """Return the message, contiguous, on ``device``, by default the device of the boxes.
 
         One box that is contiguous on that device already is not copied: then the message is a view of the component.
         """
@@ -133,8 +133,8 @@ class Reduction:
     Args:
         box: The output box.
         terms: In the order in which they are reduced: boxes of this client, or numbers of received boxes.
-        reduce_op: One of `dtckpt.comm.collectives.REDUCERS`.
-        divisor: What a sum is divided by in the end, for averages; 1 otherwise.
+        reduce_op: A key of `dtckpt.comm.collectives.REDUCERS`.
+        divisor: Divides a sum in the end, for averages; 1 otherwise.
     """
 
     box: Box

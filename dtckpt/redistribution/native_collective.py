@@ -89,7 +89,7 @@ class NativeExchange:
         coordinates = term_of(change.source, fixed, self._device)
         line = [device for device in mesh.device_ids if term_of(change.source, fixed, device) == coordinates]
         members = sorted(line, key=mesh.client_of)
-        # Which piece of the dim each member has, in the order of clients, which is that of the process group.
+        # Which piece of the dim each member has, in the order of clients, which is the order of the process group.
         pieces = sorted(line, key=lambda device: term_of(change.source, collective.axes, device))
         self._piece_of_member = [pieces.index(device) for device in members]
         self._collectives = NativeCollectives(
@@ -140,7 +140,7 @@ class NativeTransfer:
         device: This client's device in the mesh.
         output: Its new component.
         work: The collective under way.
-        divisor: What the output is divided by when it is complete.
+        divisor: Divides the output when it is complete.
         unpack: Parts of the output, and the buffers that are copied there when the collective is complete.
     """
 

@@ -51,7 +51,7 @@ def plan_path(
         target: The layout after.
         shape: Global shape.
         is_native: Whether one call of the communication library reduces a tensor for all clients.
-        is_rounded: Whether averages are rounded, as those of integers.
+        is_rounded: Whether averages are rounded, as averages of integers are.
     """
     new = [axis for axis in target.partial if axis not in kept_axes(source, target)]
     is_mixed = len({reduction_kind(op) for op in target.partial.values()}) > 1

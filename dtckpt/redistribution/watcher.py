@@ -5,7 +5,7 @@ Every `PATIENCE_S` it
 * polls for the calls in which threads of this client wait (`dtckpt.redistribution.disagreement`);
 * looks for new alarms (`dtckpt.redistribution.call_record`): somewhere, clients have waited in a call for that long.
 
-What it does about an alarm depends on how far this client is:
+Its reaction to an alarm depends on how far this client is:
 
     the call is in progress here        poll for it, as no thread may wait in it now (``async_op``)
     it has returned                     if others disagree in it: say so, take part with zeros, call no more
@@ -41,7 +41,7 @@ from dtckpt.redistribution.call_history import Failure, GroupHistory
 from dtckpt.redistribution.call_record import CallRecord, Planner, error_in, next_alarm
 
 PATIENCE_S = 0.25
-"""A client that has waited for so long writes its request to the record, and reads those of others."""
+"""A client that has waited for so long writes its request to the record, and reads the requests of others."""
 IDLE_SHARE = 0.1
 """A thread idles while it uses less than this part of the time of a core."""
 _SAMPLE_S = 1.0
@@ -144,7 +144,7 @@ class _Alarms:
         return dist.is_initialized() and self._world() is dist.group.WORLD
 
     def look(self, now: float) -> None:
-        """Read new alarms, and do what is to be done about all."""
+        """Read new alarms, and react to all alarms, also earlier ones."""
         if self._world is None or not call_history.has_calls() or now < self._next_look:
             return
         self._next_look = now + PATIENCE_S * (dist.get_world_size() // _CLIENTS_PER_LOOK)
@@ -250,6 +250,6 @@ def _place_of(thread: threading.Thread) -> str:
 
 
 def _warn_if_connected(text: str, error: Exception) -> None:
-    """Log a warning, unless the process group has ended meanwhile: then nobody waits any more."""
+    """Log a warning, unless the process group has ended meanwhile: then no client waits any more."""
     if dist.is_initialized():
         observers.LOG.warning(text, error)

@@ -19,7 +19,7 @@ def missing_task(job: Job, number: int, now: float) -> str:
 
 
 def fates(job: Job, gone: Sequence[int], now: float) -> list[str]:
-    """Describe what became of each of these tasks, which are lost or have left."""
+    """Describe the end of each of these tasks, which are lost or have left."""
     descriptions = []
     for task in map(job.tasks.__getitem__, gone):
         who, seen = task_name(job.name, task.number), barrier_texts.last_seen(task.progress)

@@ -27,7 +27,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a task last reported that it is doing."""
+    """The last progress that a task reported."""
 
     phase: str = ""
     step: int = 0

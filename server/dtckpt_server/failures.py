@@ -1,6 +1,6 @@
 """Why a barrier failed: the error that its participants raise, with its cause for the protocol.
 
-The sentences are those of `dtckpt.coordination.barrier_texts`, which clients without a coordinator use, too.
+The sentences come from `dtckpt.coordination.barrier_texts`; clients without a coordinator use them, too.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Refusal:
 
     @classmethod
     def of(cls, error: BaseException) -> Refusal:
-        """Translate an error; one that the rules do not raise on purpose is INTERNAL."""
+        """Translate an error; an error that the rules do not raise on purpose is INTERNAL."""
         code, reason = next(KINDS[kind] for kind in KINDS if isinstance(error, kind))
         _, text = errors.to_wire(error)
         while len(quote(text)) > MAX_TEXT_BYTES:  # gRPC percent-encodes the text

@@ -39,7 +39,7 @@ MAX_SERIES_NBYTES = 900 << 10
 JOB_LINES, BARRIER_LINES, LINE_NBYTES = 24, 2, 110
 """Lines of a job, more lines for each kind and outcome of its barriers, and the length of a line without the job."""
 OTHERS = ""
-"""Label of all jobs that have no series of their own."""
+"""Label of all jobs that have no separate series."""
 JOBS_AT_ONCE = 64
 """How many jobs are read before other work gets a turn on the event loop."""
 LAG_SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -52,10 +52,10 @@ def kind_of(barrier: str) -> str:
 
 
 class Metrics:
-    """The metrics of one coordinator, in a registry of their own. Lives on the coordinator's event loop.
+    """The metrics of one coordinator, in a separate registry. Lives on the coordinator's event loop.
 
-    A job gets series of its own when it first registers, and more series for each kind and outcome of its barriers when
-    the first one ends so, if there is room. Events without room for their series are counted for `OTHERS`.
+    A job gets separate series when it first registers. It gets more series for a kind and outcome of barriers when the
+    first such barrier ends, if there is room. Events without room for their series are counted for `OTHERS`.
 
     Args:
         rules: Returns the rules as they are.
@@ -82,7 +82,7 @@ class Metrics:
         self.registry.register(_Collected(lambda: _finish(self._look())))
 
     async def snapshot(self) -> Collector:
-        """Return all metrics, to be collected in any thread: what is now, and what is counted until then."""
+        """Return all metrics, to be collected in any thread: gauges as of now, counters as of the collection."""
         looking = self._look()
         while (families := next(looking)) is None:
             await asyncio.sleep(0)
@@ -160,7 +160,7 @@ def _finish(looking: Iterator[list[Metric] | None]) -> list[Metric]:
 
 
 def _nbytes(job: str, series: tuple[str, ...]) -> int:
-    """Return about how much text some series of a job take: those of barriers, or () for the others."""
+    """Return about how much text some series of a job take: the series of a kind of barriers, or () for the others."""
     name_nbytes = len(json.dumps(job, ensure_ascii=False).encode(errors="replace"))
     return (BARRIER_LINES if series else JOB_LINES) * (LINE_NBYTES + name_nbytes)
 

@@ -1,4 +1,4 @@
-"""Quotas: how much of the coordinator one owner may have, so that no owner takes what another one needs.
+"""Quotas: how much of the coordinator one owner may have, so that enough is left for the other owners.
 
 The owner of a job is the job that its token is for; without tokens, the part of its name before the first ``#``.
 Pure: no clock, no I/O.

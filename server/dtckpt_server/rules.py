@@ -1,4 +1,4 @@
-"""The coordinator's rules: which tasks are alive, who has arrived at which barrier, and what the verdict is.
+"""The coordinator's rules: which tasks are alive, which have arrived at which barrier, and the verdicts.
 
 Pure: no clock, no I/O, no randomness. One function changes the state::
 
@@ -76,7 +76,7 @@ class HeldError(errors.FencedError):
 
 
 def apply(rules: Rules, event: Event, now: float) -> tuple[Rules, Effects]:
-    """Let an event happen; return the new state and what the server must do.
+    """Let an event happen; return the new state and the effects that the server must carry out.
 
     Use the returned rules instead of the given ones. They are the same object, changed in place: to copy thousands of
     tasks for each heartbeat would be the whole cost. No other function changes the state.
@@ -272,7 +272,7 @@ class Rules:
         if barrier.is_open and arrival.topic != barrier.topic:
             failure = failures.topics_differ(arrival.name, barrier.opener, barrier.topic, who.task, arrival.topic)
             self._decide(barrier, failure, now)
-        elif barrier.is_open and not arrival.ok:  # one no decides for all, so nobody waits for the rest
+        elif barrier.is_open and not arrival.ok:  # one no decides for all, so no task waits for the rest
             self._decide(barrier, failures.voted_no(who.task, arrival.code, arrival.reason), now)
         elif barrier.is_open:
             self._admit(job, barrier, arrival, now)
@@ -409,7 +409,7 @@ class Rules:
             self._fail_waits_for(job, task, now)
 
     def _fail_waits_for(self, job: Job, task: Task, now: float) -> None:
-        """Fail the open rounds of operations that wait for a task in vain, by what it has reported."""
+        """Fail the open rounds of operations that wait for a task in vain, as its report shows."""
         for barrier in [barrier for barrier in job.open.values() if barrier.operation is not None]:
             call = barrier.arrived.get(task.number)
             if call is not None and call <= task.report.num_ended:
@@ -510,7 +510,7 @@ class Rules:
             self.memory.drop_payloads(job, barrier)  # only a barrier that passed hands them out
             self.memory.resize_barrier(job, barrier, failure.nbytes)
             self._effects.failed.append(barrier)
-            if not barrier.operation:  # a first round: whoever has not arrived may come late for it
+            if not barrier.operation:  # a first round: a task that has not arrived may come late
                 job.missed[barrier.key, barrier.position] = barrier
         self.memory.keep(job, barrier)
         self._effects.decided.append(barrier.barrier_id)

@@ -61,7 +61,7 @@ class ServerConfig:
 
     Args:
         tls: Certificate files; None serves in plaintext.
-        tokens: Tokens by job; None lets everyone do everything.
+        tokens: Tokens by job; None lets every client do everything.
         tokens_file: The file of ``tokens``, to be read again from time to time.
         health_port: Plaintext port for ``grpc.health.v1`` alone, as probes speak no TLS; None: no such port.
         metrics_port: Port for metrics and the status page, over HTTP; None: none.

@@ -5,8 +5,8 @@ A call becomes an event; `dtckpt_server.rules` decides; the effects are carried 
 codes by the table of `dtckpt_server.grpc_errors`.
 
 Two traps of asyncio and gRPC shape the code. A `CancelledError` that leaves a handler sends no status at all. And a
-future that several handlers await is cancelled for all by the first client that goes away. So every waiter has a future
-of its own, and only gRPC itself, or the end of the server, cancels handlers.
+future that several handlers await is cancelled for all by the first client that goes away. So every waiter has its own
+future, and only gRPC itself, or the end of the server, cancels handlers.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
         self._streams = Streams(min(GATHER_S, state.heartbeat_timeout_s / 60))
         self._is_draining = False  # nothing new is begun
-        self._is_stopping = False  # nobody waits any more
+        self._is_stopping = False  # no handler waits any more
         self._is_idle = asyncio.Event()
         self._logged_at: dict[grpc.StatusCode, float] = {}
 
@@ -149,7 +149,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         return effects
 
     def _begin_to_tell(self, event: Event, effects: Effects) -> None:
-        """Begin to log, to wake waiting calls and to send notices; apart for each job, so that none delays another."""
+        """Begin to log, to wake waiting calls and to send notices; apart for each job, so that no job delays another."""
         if isinstance(event, Tick):
             self._chores.add("", self._tell_log(effects.log))
             for job, failed in _by_job(effects.failed).items():
@@ -180,7 +180,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     def _notify(self, job: str, failed: Sequence[Barrier], streams: Mapping[int, Stream]) -> Iterator[None]:
         """Send notices to the participants of operations whose barriers have failed, also to those not there yet.
 
-        Not of an operation's first barrier, or one that stands alone: a client that comes there may mean the next
+        Not of an operation's first barrier, or a barrier outside of operations: a client that comes there may mean the next
         round.
         """
         inside = [barrier for barrier in failed if barrier.operation] if streams else []

@@ -154,7 +154,7 @@ class Transition:
 
 @dataclass(slots=True)
 class Effects:
-    """What the server must do about one event."""
+    """The effects of one event, for the server to carry out."""
 
     refusal: errors.DtckptError | None = None  # the answer, if the event could not be accepted
     barrier: Barrier | None = None  # where an `Arrive` arrived

@@ -220,7 +220,7 @@ class _HTTPServer(ThreadingHTTPServer):
         super().__init__(where, _Handler)
 
     def server_bind(self) -> None:
-        # Not HTTPServer's, which asks DNS for a name that nobody uses.
+        # Not HTTPServer's method, which asks DNS for a name that is not used.
         TCPServer.server_bind(self)
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -233,7 +233,7 @@ class _HTTPServer(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Do what `serve_forever` wants done twice a second, and after each connection."""
+        """Do the regular chores; `serve_forever` calls this twice a second, and after each connection."""
         self._cut_off(max_kept=MAX_CONNECTIONS)
 
     def _cut_off(self, max_kept: int) -> None:

@@ -43,7 +43,7 @@ class Tokens:
         """Read a list of tokens.
 
         Raises:
-            ConfigError: A line is malformed or there is none. Names the line's number, not what is in it.
+            ConfigError: A line is malformed or there is none. Names the line's number, not its content.
         """
         digests: dict[str, tuple[bytes, ...]] = {}
         for number, line in enumerate(text.splitlines(), start=1):
@@ -73,7 +73,7 @@ class Tokens:
 
         Args:
             header: Value of the call's ``authorization`` metadata, "" if it has none.
-            job: The job that the call is about. One that is beside another needs no token of its own.
+            job: The job that the call is about. A job beside another job shares the token of that job.
             only_looks: Whether the call changes nothing.
 
         Raises:
