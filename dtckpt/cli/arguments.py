@@ -170,7 +170,7 @@ class LayoutRules:
 
 
 def parse_rules(texts: Sequence[str], file: Path | None, mesh: Mesh) -> LayoutRules:
-    """Parse the rules of ``--layout``, then those of ``--layout-file``.
+    """Parse the rules of ``--layout``, then the rules of ``--layout-file``.
 
     Raises:
         ConfigError: The file cannot be read.

@@ -129,7 +129,7 @@ _KINDS = {
     "plan": "planning",
     "read and write": "storage",
 }
-"""By part of an operation, what takes its time."""
+"""By part of an operation, the kind of work that takes its time."""
 _CURVE_RANGE = 30.0
 """The curve goes from the best interval divided by this to the best times this."""
 

@@ -1,8 +1,8 @@
 """The group of all commands, and how one of them runs: its errors become messages and exit codes.
 
 A command is a module of `dtckpt.cli` with its options and its body. The module is imported when the command runs, when
-its help is asked, or when a shell completes its arguments. What it needs of PyTorch, NumPy and storage, its body
-imports, so that ``--help`` does not wait for them.
+its help is asked, or when a shell completes its arguments. Its body imports PyTorch, NumPy and
+storage, so that ``--help`` does not wait for them.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from dtckpt import errors
 
 
 class ExitCode(enum.IntEnum):
-    """Exit codes, for scripts; values above 63 are those of ``sysexits.h``."""
+    """Exit codes, for scripts; values above 63 come from ``sysexits.h``."""
 
     OK = 0
     FAILED = 1

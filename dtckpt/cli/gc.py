@@ -111,7 +111,7 @@ def command(
         _report(garbage, now, kept=frozenset(), is_confirmed=False, as_json=as_json)
         return
     with right_to_remove(garbage.found, take_over=take_over):
-        garbage = find()  # now that nobody else changes it
+        garbage = find()  # now that no other process changes it
         kept = _remove(garbage, min_age_s=min_age_s, now=now)
         left = garbage.found.root.leftovers(min_age_s=min_age_s, now=now)
     stay = {each.name: each.where.name for each in left if each.is_dead}

@@ -130,7 +130,7 @@ def to_json(
 
 
 def _save_json(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what the manifest says of the save; nothing for a checkpoint of another library."""
+    """Return the manifest's facts about the save; nothing for a checkpoint of another library."""
     manifest = _manifest(checkpoint)
     if manifest is None:
         return {}
@@ -282,7 +282,7 @@ def _tree_rows(groups: Sequence[NameGroup[TensorInfo]], *, by_size: bool) -> lis
 
 
 def _group_row(group: NameGroup[TensorInfo], meshes: Sequence[Mesh]) -> tuple[str, ...]:
-    """Return the row of a group; chunks and bytes are those of all its tensors."""
+    """Return the row of a group; chunks and bytes are sums over all its tensors."""
     first, *more = group.items
     shape, dtype, layout, part, unit = _alike_cells(first, meshes)
     digest = "" if first.content_digest is None else _digest_text(first.content_digest)

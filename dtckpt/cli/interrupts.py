@@ -40,7 +40,7 @@ class Interrupts:
 
     def __init__(self, end: Callable[[int], object] | None, beginners: tuple[str, ...]) -> None:
         self.code = 0
-        """Exit code by the signal that came; 0: none has come."""
+        """Exit code by the signal that came; 0: no signal has come."""
         self._end = end
         self._beginners = beginners
         self._is_over = False

@@ -17,14 +17,14 @@ INTERRUPTED = tuple(128 + number for number in SIGNALS)
 WRITERS = ("reshard", "convert")
 """The commands that write a checkpoint."""
 BEGINNERS = ("__main__", "dtckpt.cli.")
-"""How the names of modules begin that import what a command needs. A command that writes does this before its work."""
+"""Name prefixes of modules that import the needs of a command. A command that writes does this before its work."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run ``dtckpt`` in a process that goes on; return its exit code.
 
     Args:
-        args: Arguments; default: those of this process.
+        args: Arguments; default: the arguments of this process.
     """
     arguments = sys.argv[1:] if args is None else args
     return _run(arguments, Interrupts(None, BEGINNERS))

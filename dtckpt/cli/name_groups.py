@@ -1,6 +1,6 @@
 """Group names that differ in numbers only: ``layers.{0..31}.norm`` stands for 32 names; pure.
 
-The braces are those of a shell, which expands them to the same names.
+A shell expands the braces to the same names.
 """
 
 from __future__ import annotations

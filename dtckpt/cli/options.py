@@ -1,4 +1,4 @@
-"""Options that several commands share, and what their texts stand for, without NumPy and PyTorch."""
+"""Options that several commands share, and parsers of their texts, without NumPy and PyTorch."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class ProgressDisplay(Protocol):
 
 
 class _Silence:
-    """ProgressDisplay that nobody wants to see."""
+    """ProgressDisplay that shows nothing."""
 
     def advance(self, name: str, nbytes: int) -> None:
         pass
@@ -69,7 +69,7 @@ def open_progress(title: str, nbytes: int) -> AbstractContextManager[ProgressDis
 
 
 def write_event(event: str, **facts: Any) -> None:
-    """Print one JSON object on a line of its own."""
+    """Print one JSON object on a separate line."""
     write_line(json.dumps({"event": event, **facts}, allow_nan=False))
 
 

@@ -1,4 +1,4 @@
-"""``dtckpt simulate``: what saves and restores of a model on a large mesh would take."""
+"""``dtckpt simulate``: time and bytes of saves and restores of a model on a large mesh."""
 
 from __future__ import annotations
 

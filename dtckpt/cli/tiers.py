@@ -62,7 +62,7 @@ def command(*, root: str, without: str | None, as_json: bool) -> None:
 
 
 class _Return(NamedTuple):
-    """What a job would go on from.
+    """The step from which a job would go on.
 
     Args:
         step: The step; None: nothing is left.

@@ -30,7 +30,7 @@ from dtckpt.errors import CoordinationError, capped
 T = TypeVar("T")
 
 Message = tuple[int, torch.Tensor]
-"""A client, and the contiguous tensor that is sent to it or the contiguous buffer for what it sends."""
+"""A client, and the contiguous tensor that is sent to it or the contiguous buffer for its tensor."""
 
 REDUCERS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
@@ -71,7 +71,7 @@ def _no_op() -> None: ...
 
 
 class Work(Protocol):
-    """Communication that has started, and that somebody must wait for."""
+    """Communication that has started. The caller must wait for it."""
 
     def arrivals(self) -> Iterator[int]:
         """Yield the position of each message in an exchange's ``receives`` when it has arrived. Raises: as `wait`."""
@@ -141,7 +141,7 @@ class Collectives(Protocol):
         """Reduce a tensor in place, bit for bit alike on all members."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
-        """Copy client ``root``'s tensor to everyone's."""
+        """Copy client ``root``'s tensor to the tensors of all members."""
 
     def scatter(self, received: torch.Tensor, pieces: Sequence[torch.Tensor], root: int) -> Work:
         """Send every member its piece of client ``root``'s ``pieces``; on other clients ``pieces`` is not used."""
@@ -157,7 +157,7 @@ class PendingWork:
         on_done: Called once, when all works are done.
         receives: For an exchange, one object with a method ``wait`` per received message, waited for before ``works``;
             None for a message without elements.
-        on_abandon: Called if a work fails, or if nobody waits for all of them.
+        on_abandon: Called if a work fails, or if the caller does not wait for all works.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class PendingWork:
             raise
 
     def __del__(self) -> None:
-        # Nobody waits any more: the caller has failed, and its tensors may be freed next.
+        # The wait is over: the caller has failed, and its tensors may be freed next.
         if self._works or self._receives:
             self._on_abandon()
 
@@ -451,8 +451,8 @@ def all_gather_object(value: T, clients: Sequence[int]) -> list[T]:
 
 def reduce_terms(result: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str, divisor: int = 1) -> None:
     """Write the reduction of ``terms``, in their order, to ``result``; divide an average by ``divisor``."""
-    # One of the first two terms may be ``result`` itself, received in place: the first step reads both of them, element
-    # by element, before it writes. A later term must not be, since by then it is overwritten.
+    # Either of the first two terms may be ``result`` itself, received in place: the first step reads both of them,
+    # element by element, before it writes. A later term must not be, since by then it is overwritten.
     reducer, (first, *others) = REDUCERS[reduce_op], terms
     if result.is_complex() and reduce_op in ("sum", "avg"):
         # PyTorch adds complex numbers times one, which is NaN if a part is infinite, and changes signs of zeros.

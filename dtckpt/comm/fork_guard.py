@@ -18,7 +18,7 @@ _parent = 0
 
 
 def claim_process() -> None:
-    """Mark this process as one that uses checkpoints.
+    """Mark this process as a user of checkpoints.
 
     Raises:
         ForkedProcessError: As for `validate_process`.

@@ -37,7 +37,7 @@ def allocate(shape: Sequence[int], dtype: torch.dtype | None, device: torch.devi
         device: None: torch's default device.
     """
     tensor = torch.empty(shape, dtype=dtype, device=device)
-    # FakeTensor and other subclasses may have no memory of their own.
+    # FakeTensor and other subclasses may have no memory.
     if tensor.nbytes >= HUGE_PAGE_MIN_NBYTES and tensor.is_cpu and type(tensor) is torch.Tensor:
         _advise_huge_pages(tensor)
     return tensor
@@ -144,7 +144,7 @@ class RecycledMemory:
 
 
 class _Loan:
-    """What arrays of lent memory refer to as their base: it lives as long as one of them."""
+    """The base object of arrays of lent memory: it lives as long as any of these arrays."""
 
     def __init__(self, memory: np.ndarray[Any, Any]) -> None:
         self.__array_interface__ = memory.__array_interface__

@@ -297,7 +297,7 @@ def _host_id() -> bytes:
 
 
 def _accept(listener: socket.socket, pid: int, timeout_s: float) -> socket.socket:
-    """Return the connection that a process has made already; close those of other processes that found the address."""
+    """Return the connection that a process has made already; close connections of any other process."""
     listener.settimeout(timeout_s)
     while True:
         connection, _ = listener.accept()

@@ -162,8 +162,8 @@ def connected_process_group(clients: Iterable[int], device: torch.device) -> dis
 def point_to_point_backend(clients: Iterable[int]) -> tuple[Any, Mapping[int, int] | Sequence[int]]:
     """Return a backend that carries tagged messages of CPU tensors among clients, and each client's rank in it.
 
-    Collective: As `process_group_of`, unless the default group's own backend for CPU tensors is Gloo: then that one is
-    returned and no other group is made.
+    Collective: As `process_group_of`, unless the default group's own backend for CPU tensors is Gloo: then this
+    backend is returned and no other group is made.
 
     Raises:
         CoordinationError: There is no default group that spans the clients, or this client is not among them.
@@ -180,7 +180,8 @@ def point_to_point_backend(clients: Iterable[int]) -> tuple[Any, Mapping[int, in
 def register_group(group: dist.ProcessGroup, device_type: str) -> None:
     """Have `process_group_of` return this group for its members, unless it has a group of them already.
 
-    All members register the group, or none does. A group whose ranks do not ascend with client ids is not registered.
+    All members register the group, or no member does. A group whose ranks do not ascend with client ids is not
+    registered.
     """
     ranks = dist.get_process_group_ranks(group)
     if ranks != sorted(ranks):

@@ -161,7 +161,7 @@ def key_suffix() -> str:
 def open_store(config: Config, timeout: timedelta = TIMEOUT) -> Store:
     """Return the store at which clients meet.
 
-    It is the one that ``MASTER_ADDR`` and ``MASTER_PORT`` name: that of torchrun's agent, or of client 0. Else client 0
+    It is the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name, of torchrun's agent or of client 0. Else client 0
     makes one at its own address, the first in ``DTENSOR_JOBS``, at that very port: nothing else of this library listens
     there.
 
@@ -211,8 +211,8 @@ def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelt
         timeout: Bound on the wait for the others.
 
     Returns:
-        A store whose keys belong to this attempt alone, and the attempt's number. It is higher than those of earlier
-        attempts at this store, and no lower than the number in any client's environment.
+        A store whose keys belong to this attempt alone, and the attempt's number. It is higher than the numbers of
+        earlier attempts at this store, and no lower than the number in any client's environment.
 
     Raises:
         BarrierTimeoutError: Clients did not come in time.
@@ -224,7 +224,7 @@ def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelt
     try:
         name = _lead(topic_store, config, wait) if config.client_id == 0 else _join(topic_store, config, wait)
         attempt = int(topic_store.get(f"begun/{name}"))
-        topic_store.delete_key(f"joined/{name}/{config.client_id}")  # the leader has read it, and nobody else does
+        topic_store.delete_key(f"joined/{name}/{config.client_id}")  # the leader, its only reader, has read it
     except dist.DistError as error:
         raise CoordinatorUnavailableError(f"the store where clients meet cannot be reached: {error}") from error
     return PrefixStore(name, topic_store), attempt
@@ -274,7 +274,7 @@ def _lead(store: Store, config: Config, wait: _Wait) -> str:
 def _join(store: Store, config: Config, wait: _Wait) -> str:
     """Join under the leader's name, again whenever it changes, until an attempt has begun; return its name.
 
-    The first names may be those of earlier attempts, whose leaders were killed.
+    The first names may come from earlier attempts, whose leaders were killed.
     """
     joined = ""
 

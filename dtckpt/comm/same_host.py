@@ -19,7 +19,7 @@ is an eager message to a client whose own message the sender waits for anyway (`
 
 The words are MPI's: a *posted* receive has no message yet, an *unexpected* message has no receive yet, and the
 *progress engine* moves messages. The threads that wait for messages run it; `ProgressEngine.ensure_progress` starts a
-thread for messages that nobody waits for.
+thread for messages for which no thread waits.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Request:
         self.seal: ctypes.c_uint64 | None = None
         """The message's number for as long as ``memory`` holds an offered message, then 0. Receivers read it."""
         self.copying_thread = 0
-        """Identifier of the thread that copies the received message into ``memory``; 0: none does yet."""
+        """Identifier of the thread that copies the received message into ``memory``; 0: no thread does yet."""
         self.is_done = False
         self.error = ""
 
@@ -86,7 +86,7 @@ class Request:
             raise RuntimeError(self.error or self.failures[0])
 
     def abandon(self) -> None:
-        """Give the memory up: nothing is written to it any more, and nobody takes its new content for the message."""
+        """Give the memory up: nothing is written to it any more, and no receiver takes new content for the message."""
         self._break_seal()
         with self._engine.lock:
             if not self.copying_thread:
@@ -98,7 +98,7 @@ class Request:
             if time.monotonic() >= deadline:
                 break
             time.sleep(0)
-        # The other clients have not failed: they still wait until this client acknowledges what they send.
+        # The other clients have not failed: they still wait until this client acknowledges their messages.
         self._engine.ensure_progress()
 
     def finish(self, error: str = "") -> None:
@@ -152,7 +152,7 @@ class Endpoint:
     def send(
         self, memory: torch.Tensor, tag: int, *, is_answered: bool = False, failures: list[str] | None = None
     ) -> Request:
-        """Send a message. Never blocks; errors are those of the request.
+        """Send a message. Never blocks; the request raises the errors.
 
         Args:
             memory: The message: a contiguous tensor in host memory.
@@ -179,7 +179,7 @@ class Endpoint:
         return request
 
     def recv(self, memory: torch.Tensor, tag: int, *, failures: list[str] | None = None) -> Request:
-        """Receive a message into a contiguous tensor in host memory. Never blocks; errors are those of the request."""
+        """Receive a message into a contiguous tensor in host memory. Never blocks; the request raises the errors."""
         request = Request(self._engine, self.client, memory, failures)
         with self._engine.lock:
             packet = _pop_first(self._unexpected, tag)
@@ -379,7 +379,7 @@ class ProgressEngine:
     def close_in_child(self) -> None:
         """Close a forked process's copies of its parent's connections.
 
-        Takes no lock: a thread of the parent may have held it during the fork, and nobody releases it here.
+        Takes no lock: a thread of the parent may have held it during the fork, and no thread releases it here.
         """
         while self._endpoints:
             self._endpoints.popitem()[1].connection.close()

@@ -31,12 +31,12 @@ def device_of(name: str) -> torch.device:
 
 
 class SideStreams:
-    """Work on a stream of its own per card, after everything that the current streams have been given so far.
+    """Work on a separate stream per GPU, after everything that the current streams have been given so far.
 
     The host never waits. The caching allocator does not reuse memory that the work reads or writes before it has run.
 
     Args:
-        devices: The cards.
+        devices: The GPUs.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

@@ -1,6 +1,6 @@
 """The private names of PyTorch that this package uses; any release may change them without notice.
 
-Other modules take them from here. So whoever tries a new release of PyTorch reads one page, and mends one.
+Other modules take them from here. So a new release of PyTorch needs changes on this page only.
 Operators (``torch.ops``) are not among them: those that a release lacks are left out where rules are registered.
 """
 
@@ -125,7 +125,7 @@ lbfgs: Any = torch.optim.LBFGS
 """Its methods ``_gather_flat_grad`` and ``_add_grad`` make one vector of all gradients, and add one to parameters."""
 to_dlpack: Any = _bindings._to_dlpack
 rebuild_tensor_v2: Any = torch._utils._rebuild_tensor_v2
-"""What files of ``torch.save`` name to make a tensor; `rebuild_tensor_v3` is for dtypes that have no storage class."""
+"""Files of ``torch.save`` name it to make a tensor; `rebuild_tensor_v3` is for dtypes that have no storage class."""
 rebuild_tensor_v3: Any = torch._utils._rebuild_tensor_v3
 
 
@@ -134,7 +134,7 @@ set_storage: Any = torch._functionalize_unsafe_set
 
 
 def _storage_of(tensor: torch.Tensor) -> Any:
-    # By the base class: a tensor without memory of its own may refuse to hand out its storage.
+    # By the base class: a tensor without memory may refuse to hand out its storage.
     return _bindings.TensorBase.untyped_storage(tensor)
 
 
@@ -152,7 +152,7 @@ def cached_global_plans(changed: Sequence[Any]) -> Sequence[Any] | None:
     """Return the plans of all ranks, of which a caching `SavePlanner` gives only those that have changed.
 
     Args:
-        changed: What its ``create_global_plan`` has returned: by rank the new plan, or one that is not usable.
+        changed: The result of its ``create_global_plan``: by rank the new plan, or a plan that is not usable.
 
     Returns:
         The plans; None if nothing has changed, or if they are not kept by such a planner.
@@ -192,7 +192,7 @@ def strided_shard(dim: int, split_factor: int) -> Any:
 
 
 def storage_info(file: str, offset: int, nbytes: int) -> Any:
-    """Return what the metadata of a distributed checkpoint of PyTorch say of the place of an item."""
+    """Return the place of an item as the metadata of a distributed checkpoint of PyTorch store it."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # here, as above
 
     return _StorageInfo(file, offset, nbytes)

@@ -8,7 +8,7 @@ Clients meet at one *meeting point*: the coordinator (`GrpcCoordination`), a `to
 chooses. All implementations keep the same rules:
 
 * A barrier passes when every participant has arrived with an ok vote and the same topic.
-* The verdict is decided once, is the same for everyone, and stays: late and repeated arrivals get the stored one.
+* The verdict is decided once, is the same for all clients, and stays: late and repeated arrivals get the stored one.
 * An arrival belongs to one call of one incarnation of one client. Nothing is decided by counting.
 * A client that is silent for longer than the heartbeat timeout is lost, and every open barrier of which it is a
   participant fails. The coordinator, or each client at a store, measures silence with its own monotonic clock. A client
@@ -27,7 +27,7 @@ from typing import Protocol, runtime_checkable
 from dtckpt import errors
 
 # Each client that collects gets every payload: with 4096 clients 16 MiB. The coordinator has the same limits, and
-# refuses what is longer (`dtckpt_server.events`).
+# refuses longer values (`dtckpt_server.events`).
 MAX_PAYLOAD_BYTES = 4096
 MAX_NAME_BYTES = 256
 MAX_TOPIC_BYTES = 256
@@ -46,7 +46,7 @@ class Vote:
     """A client's vote, which it brings when it arrives at a barrier.
 
     Args:
-        ok: False fails the barrier for everyone, at once.
+        ok: False fails the barrier for all clients, at once.
         payload: At most `MAX_PAYLOAD_BYTES`; participants that ask with ``collect=True`` get it.
         topic: Digest of the subject that the client has in mind (as a save's plan); all topics must be equal.
         code: With ``ok=False``: the error class of `errors.to_wire`.
@@ -124,7 +124,7 @@ class Verdict:
 
     Args:
         name: Of the barrier.
-        generation: Number of the round among those of its name.
+        generation: Number of the round among the rounds of its name.
         payloads: By client, for callers that asked with ``collect=True``.
         operation: The operation that began with this barrier, or that it belongs to.
         cut_off: The clients whose arrival got through only at a later try, or after the coordinator lost its state.
@@ -184,7 +184,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a client is doing. Its heartbeats go on while it is stuck, so only progress tells slow from hung.
+    """The state of a client's work. Heartbeats go on while a client is stuck, so only progress tells slow from hung.
 
     Args:
         phase: Name of the phase, as ``write``.
@@ -193,7 +193,7 @@ class Progress:
         bytes_total: Of the phase; 0: not known.
 
     Raises:
-        ConfigError: A value cannot be sent. Checked here, because the heartbeat thread could tell nobody.
+        ConfigError: A value cannot be sent. Checked here, because the heartbeat thread has no caller to raise it to.
     """
 
     phase: str = ""
@@ -323,8 +323,8 @@ class Coordination(Protocol):
 
         An error has these attributes, where they apply. ``is_verdict``: the error is the barrier's verdict; without it,
         the caller does not know how the round ended. ``was_cut_off``: this client's arrival got through only at a later
-        try, or after the coordinator lost its state. ``is_retold``: the error is that of an earlier round, which this
-        client had missed.
+        try, or after the coordinator lost its state. ``is_retold``: the error comes from an earlier round, which
+        this client had missed.
 
         Args:
             name: 1 to `MAX_NAME_BYTES` bytes of UTF-8.

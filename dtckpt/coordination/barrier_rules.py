@@ -4,7 +4,7 @@ A barrier has a *name*, which may be used again and again; one use is a *round*.
 or the clients' store) opens the rounds of a name and numbers them. A client never counts rounds:
 
 * A call that comes while a round is open joins it; otherwise it opens the next round.
-* Each call has a number, which is greater than those of the process's earlier calls. A call that is repeated gets the
+* Each call has a number, greater than the numbers of the process's earlier calls. A call that is repeated gets the
   round that it had joined, with its stored verdict. A new call does not get the verdict of a round that an earlier call
   of its client has joined.
 * An *operation* (a save, a restore) begins with a round, and the id of that round is the operation's id. The

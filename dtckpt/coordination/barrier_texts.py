@@ -15,7 +15,7 @@ from dtckpt.errors import capped
 UNCHANGED_S = 10.0
 """Progress that has not changed for at least so long is called unchanged."""
 NEVER_REGISTERED = ", which never registered"
-"""Ends the description of a missing client that nobody has ever heard."""
+"""Ends the description of a missing client that has never been heard."""
 WAS_INTERRUPTED = "was interrupted while it waited"
 """Why a client cancels a barrier after Ctrl-C."""
 BESIDE = "#"
@@ -32,7 +32,7 @@ def main_job(job: str) -> str:
 
 
 class ReportedProgress(Protocol):
-    """What a client says it is doing; the coordinator and the clients have a class of their own for it."""
+    """The progress that a client reports; the coordinator and the clients have different classes for it."""
 
     @property
     def phase(self) -> str: ...
@@ -59,7 +59,7 @@ def last_seen(progress: ReportedProgress, unchanged_s: float = 0.0) -> str:
     """Return the end of a message about a client: its last progress, "" if it reported none.
 
     Args:
-        progress: What the client reported last.
+        progress: The client's last report.
         unchanged_s: Seconds for which it has reported the same. A client that sends heartbeats but makes no progress is
             stuck.
     """
@@ -72,12 +72,12 @@ def last_seen(progress: ReportedProgress, unchanged_s: float = 0.0) -> str:
 
 
 def fell_silent(who: str, silent_s: float, seen: str) -> str:
-    """Return what became of a lost client; ``seen`` is its `last_seen`."""
+    """Describe the end of a lost client; ``seen`` is its `last_seen`."""
     return f"{who} sent no heartbeat for {silent_s:.1f} s{seen}"
 
 
 def has_left(who: str, seen: str) -> str:
-    """Return what became of a client that said goodbye; ``seen`` is its `last_seen`."""
+    """Describe the end of a client that said goodbye; ``seen`` is its `last_seen`."""
     return f"{who} has left{seen}"
 
 
@@ -107,7 +107,7 @@ def lost(name: str, fates: Iterable[str], num_clients: int) -> str:
 
     Args:
         name: Of the barrier.
-        fates: What became of the first of these clients.
+        fates: Descriptions of the ends of the first of these clients.
         num_clients: How many there are.
     """
     return f"barrier {name!r} failed: {capped(fates, count=num_clients)}"
@@ -125,7 +125,7 @@ def cancelled(name: str, who: str, reason: str) -> str:
 
 
 def came_late(name: str, age_s: float, message: str) -> str:
-    """Return the error of clients that came after a round had failed, and that nobody joined for another round.
+    """Return the error of clients that came after a round had failed, and that no client joined for another round.
 
     Args:
         name: Of the barrier.

@@ -3,7 +3,7 @@
 The first of these that applies:
 
 1. the coordinator that an argument or the environment names (`dtckpt.coordination.discovery`)
-2. a single client: it meets nobody
+2. a single client: it meets no others
 3. the store of `torch.distributed`
 """
 
@@ -51,7 +51,7 @@ def connect(
     """Return a new coordination for this process, not yet registered.
 
     Args:
-        env: Environment variables; default: those of the process.
+        env: Environment variables; default: the process's variables.
         coordinator: ``host:port``; default: as the environment says.
         heartbeat_timeout_s: Silence after which a client counts as lost, in seconds; default: as the environment says.
         fallback: As of `initialize_multi_client`; default: as the environment says.
@@ -138,7 +138,7 @@ def connect_beside(name: str) -> Coordination:
 
 
 def set_coordination(coordination: Coordination | None) -> None:
-    """Make ``coordination`` that of this process. Does not leave the earlier one; its owner does."""
+    """Make ``coordination`` the coordination of this process. Does not leave the earlier one; its owner does."""
     global _current  # noqa: PLW0603  (one coordination per process)
     with _lock:
         _current = coordination
@@ -222,7 +222,7 @@ def _has_store_address() -> bool:
 
 
 def _make_process_group(coordination: Coordination | None = None, coordinator: str = "") -> None:
-    """Make the default process group if several clients have none; through the coordinator if one is given."""
+    """Make the default process group if several clients lack it; through the coordinator if it is named."""
     global _has_process_group  # noqa: PLW0603  (one default group per process)
     if Config.from_environ().num_clients == 1:
         return

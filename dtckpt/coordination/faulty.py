@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What goes wrong at one call.
+    """A fault at one call.
 
     Args:
         error: Raised instead of the call.

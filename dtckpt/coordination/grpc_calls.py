@@ -1,6 +1,6 @@
 """gRPC calls to the coordinator: repeat each until it is answered, and translate refusals into errors of dtckpt.
 
-Every call is idempotent, so it may be repeated. What follows a call that fails:
+Every call is idempotent, so it may be repeated. A call that fails has these consequences:
 
 * The coordinator refuses it and says why: an error of `dtckpt.errors`, `UnknownError` or `HeldError` (`raise_refusal`).
 * The failure may pass, as UNAVAILABLE (`REPEATED`): repeated after ever longer, random pauses until the deadline.

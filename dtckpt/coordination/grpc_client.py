@@ -161,7 +161,7 @@ class GrpcCoordination(Caller):
             except HeldError as error:
                 held = error
             except errors.CoordinatorUnavailableError:
-                # Near the deadline, a call may have had no time to be answered. What counts then is the last answer.
+                # Near the deadline, a call may have had no time to be answered. Then the last answer counts.
                 if held is None or self._abandoned or self._clock() + LAST_BACKOFF_S < deadline:
                     raise
                 raise errors.FencedError(str(held)) from None
@@ -178,7 +178,7 @@ class GrpcCoordination(Caller):
             if num_skipped >= num_to_skip:
                 is_good = self._run_stream(leaving)
                 # A stream that never works is tried again after 1, 3, 7, 15 and then 31 single heartbeats: a proxy that
-                # refuses streams costs little, one that is repaired is noticed.
+                # refuses streams costs little, and a repaired proxy is noticed.
                 num_skipped, num_to_skip = 0, 1 if is_good else min(2 * num_to_skip + 1, MAX_SKIPPED_BEATS)
                 if self._is_over(leaving):
                     return
@@ -322,8 +322,8 @@ class GrpcCoordination(Caller):
         request = pb.ArriveRequest(
             task=self._identity,
             name=name,
-            # The number is what makes a repeated request safe: the coordinator gives one call one round, however often
-            # it comes.
+            # The number makes a repeated request safe: the coordinator gives one call one round, however often it
+            # comes.
             call=number,
             # Empty stands for all clients: else every arrival of a job of thousands would list thousands.
             participants=() if len(members) == self.member.num_clients else members,
@@ -445,7 +445,7 @@ class GrpcCoordination(Caller):
                 logger.warning("barrier %r: still waiting for %s", arrival.name, response.waiting_for)
 
     def _cancel(self, arrival: pb.ArriveRequest) -> None:
-        """Fail the barrier for everyone, if the coordinator answers quickly."""
+        """Fail the barrier for all clients, if the coordinator answers quickly."""
         arrival.max_wait_s = 0.0
         cancel = pb.CancelRequest(task=self._identity, reason=barrier_texts.WAS_INTERRUPTED)
         try:

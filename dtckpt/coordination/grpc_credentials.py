@@ -7,7 +7,7 @@
 ``DTCKPT_COORDINATOR_SERVER_NAME`` name in the coordinator's certificate, where it differs from the address
 ``DTCKPT_COORDINATOR_TOKEN_FILE``  file of the job's token
 ``DTCKPT_COORDINATOR_TOKEN``       the token itself
-``DTCKPT_COORDINATOR_INSECURE``    1: send the token although there is no TLS, readable for anyone on the way
+``DTCKPT_COORDINATOR_INSECURE``    1: send the token although there is no TLS, readable for others on the way
 ============================== ======================================================================================
 
 A token is never an argument of a command: every user of the host can see arguments.
@@ -96,7 +96,7 @@ def _read_token(path: Path) -> str:
 
 
 def _validate(paths: Mapping[str, Path]) -> None:
-    """Refuse files that gRPC would only complain about in a log line of its own."""
+    """Refuse files that gRPC would only report in a log line."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         if "CA" in paths:

@@ -60,7 +60,7 @@ class BarrierCalls:
         return self._report
 
     def begin(self, *, of_operation: bool) -> int:
-        """Return the number of a new call, which is greater than those of all earlier calls."""
+        """Return the number of a new call, which is greater than the numbers of all earlier calls."""
         with self._lock:
             self._num_calls += 1
             if of_operation:
@@ -85,7 +85,7 @@ class BarrierCalls:
     def leave_operation(self) -> None:
         """Note that the client is in no operation any more, and waits for no answer.
 
-        After an interrupt a thread may still wait for an answer, but no caller uses what it gets.
+        After an interrupt a thread may still wait for an answer, but no caller uses that answer.
         """
         with self._lock:
             self._report = Report("", max(self._latest, self._report.num_ended))

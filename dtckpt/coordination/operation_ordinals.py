@@ -1,4 +1,4 @@
-"""Whether all clients are at the same save or restore: each one's *ordinal*, and what follows if ordinals differ.
+"""Whether all clients are at the same save or restore: each client's *ordinal*, and consequences of a difference.
 
 Before anything is done, the clients of an operation exchange their ordinals in its first round. An ordinal is the step,
 where all clients give one; else the number of the call in the life of each process.
@@ -18,8 +18,8 @@ The same two ordinals may mean two things. Here all clients come to a save, clie
 
 Three signs tell the two apart:
 
-* A client knows that it, or the others, went on alone: one of its calls ended without a verdict, or with one that names
-  it as lost or missing. Then the counts are right, and the client with the lower ordinal is behind.
+* A client knows that it, or the others, went on alone: one of its calls ended without a verdict, or with a verdict that
+  names it as lost or missing. Then the counts are right, and the client with the lower ordinal is behind.
 * With steps: clients that are behind a second time in succession, and no others with them, are really behind.
 * Waiting: the others wait for a client that is behind. A client that came no closer, in a time in which a client that
   is behind would have, had skipped.
@@ -92,7 +92,7 @@ class Comparison:
         behind: The clients that are behind the others.
         gap: How many operations (or steps) the last of them is behind.
         others_wait: Whether the others wait for them; else all fail once and are level.
-        message: Says what differs; "": all are at one operation.
+        message: The difference in words; "": all are at one operation.
     """
 
     behind: frozenset[int] = frozenset()
@@ -190,8 +190,8 @@ class OrdinalTracker:
         now = self._clock()
         self._number, self._begun_at, self._pause_s = self._number + 1, now, now - self._begun_at
         self._waiting_gap = 0
-        # A client that is always the first to come, and whose count is that of a failed round, would be told for ever
-        # that it is late. So once it was told, it does not say where it is.
+        # A client that always comes first, with the count of a failed round, would be told for ever that it is late.
+        # So once it was told, it does not say where it is.
         was_retold, self._was_retold = self._was_retold and step is None, False
         return Ordinal(self._number, step, self._was_cut_off, self._waited_gap, was_retold)
 
@@ -225,11 +225,11 @@ class OrdinalTracker:
     def note_failure(self, error: BaseException, client: int, waited_s: float) -> None:
         """Note how a round of an operation failed for this client.
 
-        The client was cut off if the error is no verdict, or one that names the client as lost or missing, or if its
+        The client was cut off if the error is no verdict, if the verdict names the client as lost or missing, or if its
         arrival got through only at a later try. Then it has gone on without the others, or they without it.
 
         Args:
-            error: What the barrier raised.
+            error: The error that the barrier raised.
             client: This client.
             waited_s: Seconds that it waited there.
         """

@@ -1,4 +1,4 @@
-"""Coordination of a job with one client: every barrier passes at once, as there is nobody to wait for."""
+"""Coordination of a job with one client: every barrier passes at once, as there is no other client."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SingleClientCoordination:
         participants: Sequence[int] | None = None,
         collect: bool = False,
         operation: Operation | None = None,
-        position: Position = NO_POSITION,  # noqa: ARG002  nobody can be late
+        position: Position = NO_POSITION,  # noqa: ARG002  no client can be late
     ) -> Verdict:
         validate_barrier(self.member, name, timeout_s, participants)
         self.register()

@@ -158,7 +158,7 @@ class TorchStoreCoordination:
         self._raise_if_fenced()
 
     def _claim_place(self, store: StoreConnection) -> _Heartbeat:
-        """Make this process's heartbeat that of the client; return it.
+        """Make this process's heartbeat the heartbeat of the client; return it.
 
         Another process may hold the place. If its heartbeat changes while this one watches, it is alive and this one is
         fenced. If it is unchanged for the heartbeat timeout, or says goodbye, this one replaces it.
@@ -178,7 +178,7 @@ class TorchStoreCoordination:
         return own
 
     def _send_heartbeats(self) -> None:
-        # A connection of its own: a barrier's call without an answer must not hold heartbeats back.
+        # A separate connection: a barrier's call without an answer must not hold heartbeats back.
         store = self._store_calls.open_connection()
         others = [client for client in range(self.member.num_clients) if client != self.member.client]
         try:
@@ -229,7 +229,7 @@ class TorchStoreCoordination:
         others = [client for client in range(self.member.num_clients) if client != self.member.client]
         deadline = self._clock() + self.heartbeat_timeout_s
         while others and self._clock() < deadline and not store.abandoned.is_set():
-            # A lost client reads no verdict any more, and one that never registered waits for none.
+            # A lost client reads no verdict any more, and a client that never registered waits for no verdict.
             states = {state for state, _ in self._observe(store, others).values()}
             if states.isdisjoint(("registered", "suspect")):
                 return
@@ -323,7 +323,7 @@ class TorchStoreCoordination:
         while (outcome := self._rounds.verdict(store, round_)) is None:
             now = self._clock()
             self._raise_if_fenced()
-            if store.abandoned.is_set():  # interrupted: nobody should wait for this client
+            if store.abandoned.is_set():  # interrupted: no other client should wait for this one
                 return self._rounds.decide(store, round_, verdicts.cancelled(call.name, self._who()))
             if self._is_given_up(call):
                 return self._rounds.decide(store, round_, verdicts.gave_up(call.name, self._who()))
@@ -351,8 +351,8 @@ class TorchStoreCoordination:
                 next_log = now + verdicts.STILL_WAITING_S
                 missing = self._missing(store, round_)
                 logger.warning("barrier %r: still waiting for %s", call.name, errors.capped(missing.values()))
-            # An eighth of the wait so far, so nobody learns a verdict much later than it is decided; at most POLL_S, or
-            # with many clients what the store can answer.
+            # An eighth of the wait so far, so no client learns a verdict much later than it is decided; at most POLL_S,
+            # or, with many clients, the pause that the store can bear.
             store.abandoned.wait(max(self._least_poll_s, min((now - begin) / 8, POLL_S)))
         return outcome
 
@@ -370,7 +370,7 @@ class TorchStoreCoordination:
             round_: An open round of an operation.
             call: This client's call there.
             watched: Clients whose heartbeats to read.
-            seen: The last heartbeat read of each client. One that has not changed is skipped.
+            seen: The last heartbeat read of each client. A client with the same heartbeat is skipped.
         """
         for client in watched:
             # Read a moment ago, when `_find_lost` looked.
@@ -488,7 +488,7 @@ class TorchStoreCoordination:
         return ("suspect" if age > self.heartbeat_timeout_s / 2 else "registered"), age
 
     def _find_lost(self, store: StoreConnection, clients: Sequence[int]) -> dict[int, str]:
-        """Return what became of each of these clients that is gone."""
+        """Describe the end of each of these clients that is gone."""
         reasons = {}
         for client, (state, age) in self._observe(store, [c for c in clients if c != self.member.client]).items():
             if state == "lost":
@@ -547,7 +547,7 @@ def _heartbeat_key(client: int) -> str:
 def from_environment(
     member: Member, *, heartbeat_timeout_s: float = DEFAULT_HEARTBEAT_TIMEOUT_S
 ) -> TorchStoreCoordination:
-    """Return coordination at the store of the default process group, or at that of ``MASTER_ADDR`` and ``MASTER_PORT``.
+    """Return coordination at the store of the default process group, or at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Collective: Over all clients, if there is no default process group and several agents of torchrun have started the
     clients: their counts of restarts may differ, so the clients agree on an attempt first.
@@ -570,7 +570,7 @@ def from_environment(
             topic = f"coordination/{quote(member.job, safe='')}"
             store, attempt = rendezvous.agree_on_attempt(store, topic, config)
             member = replace(member, attempt=attempt)
-    # The store of an agent outlives the clients, so none of them has to leave last.
+    # The store of an agent outlives the clients, so no client has to leave last.
     return TorchStoreCoordination(
         store, member, heartbeat_timeout_s=heartbeat_timeout_s, host_client=None if agent_hosts else 0
     )

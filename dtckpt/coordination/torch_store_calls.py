@@ -1,7 +1,7 @@
 """Calls to a `torch.distributed` store that a frozen store cannot block for good.
 
 A call to a store does not return while the store's host is frozen, and no timeout or Ctrl-C ends it. So `StoreCalls`
-runs such calls in threads of their own, and gives a thread up when the store is silent for too long.
+runs such calls in separate threads, and gives a thread up when the store is silent for too long.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StoreConnection:
     def _ask(self, work: Callable[[Store], T]) -> T:
         self._asked = self._clock()
         if self._store is None:
-            # A clone of a TCPStore is a connection of its own: a blocking call blocks all users of a connection.
+            # A clone of a TCPStore has a separate connection: a blocking call blocks all users of a connection.
             self._store = self._root.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         answer = work(self._store)
         self._asked = None
@@ -72,7 +72,7 @@ class StoreConnection:
 
 
 class StoreCalls:
-    """Runs work on a store in threads, each with a connection of its own.
+    """Runs work on a store in threads, each with a separate connection.
 
     A frozen host keeps a store client inside a system call for good. Because the call is in another thread, the caller
     still sees its deadline, and Ctrl-C.

@@ -7,7 +7,7 @@ barrier of one operation. Below the prefix are these keys:
 ``open``              the `RoundHeader` of the latest round: its number, who opened it, participants, topic, position
 ``<n>/arrived/<i>``   the `Arrival` of client i in round n
 ``<n>/count``         only a hint when to look whether all have arrived
-``<n>/verdict``       the `Outcome` of round n, written with compare-and-set: the first decision is everyone's
+``<n>/verdict``       the `Outcome` of round n, written with compare-and-set: the first decision is for all
 
 A save by three clients, with two barriers::
 
@@ -55,10 +55,10 @@ NO_PAYLOAD = "-"
 
 @dataclass(frozen=True, slots=True)
 class RoundHeader:
-    """What the client that opens a round writes about it. The names of its fields are stored.
+    """Facts about a round, written by the client that opens it. The names of the fields are stored.
 
     Args:
-        generation: Number of the round among those of its name.
+        generation: Number of the round among the rounds of its name.
         round_id: The id of the operation that the round begins, if it begins one.
         client: The client that opened the round.
         participants: The clients that take part.
@@ -146,7 +146,7 @@ class Round:
     Args:
         name: Of the barrier.
         operation: The operation that the round belongs to; "": it begins one. None: it stands alone.
-        header: What its opener wrote.
+        header: The header that its opener wrote.
     """
 
     name: str
@@ -266,7 +266,7 @@ class StoreRounds:
                     return JoinedRound(latest, None, missed)
                 # This client gave up the call that had arrived there, and now comes anew.
                 outcome = self.decide(store, latest, verdicts.gave_up(latest.name, self._who()))
-            # A round that passed had all participants, so nobody can be late for a failed one before it.
+            # A round that passed had all participants, so no client can be late for a failed one before it.
             failed = (*latest.header.failed, (latest.header.generation, latest.header.position)) if outcome.code else ()
             header = replace(own.header, generation=latest.header.generation + 1, failed=failed[-KEPT_FAILURES:])
             own = replace(own, header=header)
@@ -394,7 +394,7 @@ class StoreRounds:
         if round_.operation:
             store.delete(round_.open_key)
         else:  # without its verdict the round would look open
-            # Only if it is still the latest header: that of a newer round stays.
+            # Only if it is still the latest header: the header of a newer round stays.
             header = replace(round_.header, failed=(), is_over=True)
             store.compare_set(round_.open_key, round_.header.dump(), header.dump())
         store.delete(round_.verdict_key)

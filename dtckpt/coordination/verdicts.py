@@ -24,7 +24,7 @@ class Outcome:
         clients: The clients that fell silent or left, if that is the reason.
         missing: The clients that did not arrive in time, if that is the reason.
         decided_at: Seconds since the epoch, for messages.
-        is_retold: Whether the error is that of an earlier round, which the participants had missed.
+        is_retold: Whether the error comes from an earlier round, which the participants had missed.
     """
 
     code: str = ""
@@ -91,7 +91,7 @@ STILL_WAITING_S = 30.0
 def failed(
     cls: type[errors.DtckptError], message: str, *, clients: tuple[int, ...] = (), missing: tuple[int, ...] = ()
 ) -> Outcome:
-    """Return the outcome that makes everyone raise ``cls(message)``."""
+    """Return the outcome that makes all clients raise ``cls(message)``."""
     return Outcome(cls.__name__, wire_text(message), clients, missing)
 
 

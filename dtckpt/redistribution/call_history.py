@@ -95,8 +95,8 @@ class GroupHistory:
     def assumed(self) -> int:
         """Digest of this client's assumptions about earlier calls of the others; part of the tags of all messages.
 
-        The assumptions are the changes of layout that needed no messages, and the number of calls among larger groups to
-        which all clients of this group belong. Each thread counts these calls by itself, as threads go on at different
+        These are the changes of layout that needed no messages, and the number of calls among larger groups to which
+        all clients of this group belong. Each thread counts these calls by itself, as threads go on at different
         speeds.
         """
         position = sum(history.num_in_thread for history in self.larger)

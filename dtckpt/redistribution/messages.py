@@ -9,7 +9,7 @@
                                      +---------------------------+
 
 Each box of a shared message starts at a multiple of `ALIGNMENT` bytes. A very large box is cut into pieces before it
-comes here. Each piece is a separate message, so one is packed, unpacked or reduced while the next is in flight.
+comes here. Each piece is a separate message; it is packed, unpacked or reduced while the next is in flight.
 Sender and receiver derive the same format from the sizes of the boxes, without communicating.
 """
 

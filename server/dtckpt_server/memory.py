@@ -91,7 +91,7 @@ class Memory:
         return len(self.barriers) - len(self.decided)
 
     def job_that_is_over(self, owner: str) -> Job | None:
-        """Return a job of an owner that can end to make room for another job; None if there is room, or no job can end."""
+        """Return a job of an owner that can end to make room for a new job; None if there is room, or no such job."""
         jobs = self.owners[owner].jobs.values() if self._num_jobs.room(owner) < 1 and owner in self.owners else ()
         return next((job for job in jobs if not job.tasks.num_alive and not job.open), None)
 
@@ -136,7 +136,7 @@ class Memory:
         Args:
             job: The job.
             nbytes: How many more bytes it needs.
-            what: Purpose of the bytes, for the message; default: the job.
+            what: The object that needs them, for the message; default: the job.
 
         Raises:
             LimitError: They do not fit.

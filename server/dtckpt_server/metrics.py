@@ -160,7 +160,7 @@ def _finish(looking: Iterator[list[Metric] | None]) -> list[Metric]:
 
 
 def _nbytes(job: str, series: tuple[str, ...]) -> int:
-    """Return about how much text some series of a job take: the series of a kind of barriers, or () for the others."""
+    """Return about how much text some series of a job take: the series of some barriers, or () for the others."""
     name_nbytes = len(json.dumps(job, ensure_ascii=False).encode(errors="replace"))
     return (BARRIER_LINES if series else JOB_LINES) * (LINE_NBYTES + name_nbytes)
 

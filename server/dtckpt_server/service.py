@@ -149,7 +149,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         return effects
 
     def _begin_to_tell(self, event: Event, effects: Effects) -> None:
-        """Begin to log, to wake waiting calls and to send notices; apart for each job, so that no job delays another."""
+        """Begin to log, to wake waiting calls and to send notices; apart for each job, so no job delays another."""
         if isinstance(event, Tick):
             self._chores.add("", self._tell_log(effects.log))
             for job, failed in _by_job(effects.failed).items():
@@ -180,8 +180,8 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     def _notify(self, job: str, failed: Sequence[Barrier], streams: Mapping[int, Stream]) -> Iterator[None]:
         """Send notices to the participants of operations whose barriers have failed, also to those not there yet.
 
-        Not of an operation's first barrier, or a barrier outside of operations: a client that comes there may mean the next
-        round.
+        Not of an operation's first barrier, or a barrier outside of operations: a client that comes there may mean the
+        next round.
         """
         inside = [barrier for barrier in failed if barrier.operation] if streams else []
         for barrier in inside[:MAX_UNSENT]:

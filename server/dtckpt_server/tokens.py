@@ -73,7 +73,7 @@ class Tokens:
 
         Args:
             header: Value of the call's ``authorization`` metadata, "" if it has none.
-            job: The job that the call is about. A job beside another job shares the token of that job.
+            job: The job that the call is about. A job beside another job needs no separate token.
             only_looks: Whether the call changes nothing.
 
         Raises:
