@@ -3,12 +3,13 @@
 Members are clients. Several devices of one client serve each other by copies, without messages; those copies are the
 task of `dtckpt.redistribution.execute`.
 
-* `PairwiseCollectives`, for host memory, makes every operation of tagged messages (`dtckpt.comm.point_to_point`). That
-  is as fast as Gloo's own collectives or faster, except for a large all-reduce between hosts. It works for every dtype
-  and adds terms in the same order on all members. Clients that disagree about the next operation use different tags, so
-  neither receives the other's message; Gloo's collectives would, and would end the process if its size were wrong.
+* `PairwiseCollectives`, for host memory, makes every operation of tagged messages (`dtckpt.comm.point_to_point`). Such
+  an operation is as fast as Gloo's own collectives or faster, except for a large all-reduce between hosts. It works for
+  every dtype and adds terms in the same order on all members. Clients that disagree about the next operation use
+  different tags, so neither receives the other's message; Gloo's collectives would, and would end the process if its
+  size were wrong.
 * `NativeCollectives`, for CUDA memory, calls ``torch.distributed``: NCCL has no tags, and its collectives know how the
-  cards are wired.
+  GPUs are wired.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ REDUCERS: dict[str, Callable[..., torch.Tensor]] = {
 }
 """Elementwise functions of two terms. An average adds, like a sum, and divides when the sum is complete."""
 
-# PyTorch has hardly any arithmetic of wide unsigned integers, and on cards none. In two's complement these reductions
+# PyTorch has hardly any arithmetic of wide unsigned integers, and on GPUs none. In two's complement these reductions
 # give the same bits for signed ones; a minimum, a maximum and a quotient do not.
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """The signed dtypes of wide unsigned ones."""
@@ -104,8 +105,8 @@ class Collectives(Protocol):
     def connect(self, peers: Set[int]) -> None:
         """Connect to some members before the first `exchange` with them; they connect to this client, too.
 
-        Needed where one client may wait for the messages of one exchange while another client starts several: the first
-        exchange with a peer blocks until that peer connects, too, and a peer that waits for messages does not connect.
+        Needed where one client may wait for the messages of one exchange while another client starts several. The first
+        exchange with a peer blocks until that peer connects, too, but a peer that waits for messages does not connect.
 
         Raises:
             CoordinationError: A peer is gone, or did not come in time.
@@ -413,7 +414,7 @@ def _put_nan(reduced: torch.Tensor, is_nan: torch.Tensor) -> None:
 def collectives_of(members: Sequence[int], client: int, device: torch.device) -> Collectives:
     """Return the collectives for tensors on this client's ``device``; their first use makes the process group.
 
-    Gloo cannot carry tensors on a card; see `dtckpt.comm.process_groups.message_memory`.
+    Gloo cannot carry tensors on a GPU; see `dtckpt.comm.process_groups.message_memory`.
     """
     return PairwiseCollectives(members, client) if device.type == "cpu" else NativeCollectives(members, client, device)
 

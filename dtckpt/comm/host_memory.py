@@ -22,7 +22,7 @@ import torch
 logger = logging.getLogger("dtckpt.host_memory")
 
 _PORTABLE = 1
-"""``cudaHostRegisterPortable``: the memory is page-locked for all cards."""
+"""``cudaHostRegisterPortable``: the memory is page-locked for all GPUs."""
 
 HUGE_PAGE_MIN_NBYTES = 4 << 20
 """Smallest tensor for which huge pages are requested. The allocator mostly reuses memory for smaller ones."""
@@ -52,7 +52,7 @@ def detached_clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lock_pages(memory: torch.Tensor, owner: object, card: torch.device) -> Callable[[], object]:
-    """Lock host memory in its pages, so that cards copy to and from it asynchronously.
+    """Lock host memory in its pages, so that GPUs copy to and from it asynchronously.
 
     ``torch.empty(pin_memory=True)`` would round the size up to a power of two, and keep the memory after it is freed.
     See CUDA's ``cudaHostRegister``. If CUDA refuses, the memory stays as it is: copies are slower, and block.
@@ -60,7 +60,7 @@ def lock_pages(memory: torch.Tensor, owner: object, card: torch.device) -> Calla
     Args:
         memory: A contiguous tensor on the host that is not empty.
         owner: The object that holds the memory. When it is garbage-collected, the memory is unlocked.
-        card: A card that this client uses. CUDA creates a context on the current card, which may be another client's.
+        card: A GPU that this client uses. CUDA creates a context on the current GPU, which may be another client's.
 
     Returns:
         A function that unlocks the memory; call it before the memory is freed.

@@ -266,7 +266,7 @@ def _connection_errors(ranks: Iterable[int], suffix: str = "") -> Iterator[None]
 
 @contextmanager
 def _without_splitting(world: dist.ProcessGroup) -> Iterator[None]:
-    """Unbind the default group from its card for the body.
+    """Unbind the default group from its GPU for the body.
 
     From a bound default group NCCL makes other groups by splitting it, which all clients would have to call.
     """

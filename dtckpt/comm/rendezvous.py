@@ -14,7 +14,7 @@ The keys of a rendezvous:
 
 Invariant: a client joins under a name only if the attempt of that name has not begun. An attempt begins only when all
 clients have joined, so an attempt that begins after this client has joined includes this client. Of an earlier attempt
-only ``leader`` can mislead, and only until the new client 0 overwrites it: clients that have joined under the name of a
+only ``leader`` can mislead, and only until the new client 0 overwrites it. Clients that have joined under the name of a
 killed leader join again under the new name.
 """
 
@@ -161,9 +161,9 @@ def key_suffix() -> str:
 def open_store(config: Config, timeout: timedelta = TIMEOUT) -> Store:
     """Return the store at which clients meet.
 
-    It is the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name, of torchrun's agent or of client 0. Else client 0
-    makes one at its own address, the first in ``DTENSOR_JOBS``, at that very port: nothing else of this library listens
-    there.
+    The variables ``MASTER_ADDR`` and ``MASTER_PORT`` name it: the store of torchrun's agent, or of client 0. Else
+    client 0 makes one at its own address, the first in ``DTENSOR_JOBS``, at that very port: nothing else of this
+    library listens there.
 
     Raises:
         ConfigError: Neither names an address, or the port is no port number.
@@ -211,8 +211,8 @@ def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelt
         timeout: Bound on the wait for the others.
 
     Returns:
-        A store whose keys belong to this attempt alone, and the attempt's number. It is higher than the numbers of
-        earlier attempts at this store, and no lower than the number in any client's environment.
+        A store whose keys belong to this attempt alone, and the attempt's number. This number is higher than the
+        numbers of earlier attempts at this store, and no lower than the number in any client's environment.
 
     Raises:
         BarrierTimeoutError: Clients did not come in time.

@@ -157,8 +157,8 @@ class Endpoint:
         Args:
             memory: The message: a contiguous tensor in host memory.
             tag: The message's tag.
-            is_answered: Whether this client waits for a message of the other client anyway, and so notices if that one
-                does not take part. An eager send is then done at once, without an ACK.
+            is_answered: Whether this client waits for a message of the other client anyway, and so notices if the other
+                client does not take part. An eager send is then done at once, without an ACK.
             failures: Errors of the messages that are waited for together with this one.
         """
         request, nbytes = Request(self._engine, self.client, memory, failures), memory.nbytes

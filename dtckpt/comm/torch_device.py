@@ -15,7 +15,7 @@ from dtckpt.errors import LayoutError
 def device_of(name: str) -> torch.device:
     """Return the torch device of a mesh device, given by name such as ``/job:worker/task:0/device:GPU:1``.
 
-    Mesh GPUs with an index beyond the number of cards share the cards.
+    Mesh GPUs with an index beyond the number of physical GPUs share these.
 
     Raises:
         LayoutError: This client has no such device.

@@ -153,8 +153,9 @@ def initialize_multi_client(
 ) -> None:
     """Connect this process to the other clients of its job and register it.
 
-    If there are several clients and no default process group of `torch.distributed`, this makes one, as operators and
-    changes of layout need it: of Gloo on the host, and of NCCL too where there are cards. The clients find each other
+    If there are several clients and no default process group of `torch.distributed`, this makes one, because operators
+    and changes of layout need it. The group uses Gloo on the host, and also NCCL where there are GPUs. The clients find
+    each other
 
     1. at the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name, as under torchrun;
     2. else through the coordinator, if there is one: client 0 opens a port, and tells the others;

@@ -130,7 +130,7 @@ def _machine() -> str:
 
 
 def _backend() -> str:
-    """Return Gloo for the host, and NCCL for cards if there are any."""
+    """Return Gloo for the host, and NCCL for GPUs if there are any."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 

@@ -44,8 +44,8 @@ FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 2.0
 OPTIONS = (
     ("grpc.max_receive_message_length", 256 << 20),  # payloads of thousands of clients
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # In spite of its name, how long an attempt to connect may take: a handshake over a slow network, or with a
-    # coordinator that is overbooked, must come to its end.
+    # In spite of its name, how long an attempt to connect may take. A handshake over a slow network, or with an
+    # overbooked coordinator, must come to its end.
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.dns_min_time_between_resolutions_ms", 1000),  # a pod that comes back has another address; default: 30 s

@@ -1,8 +1,8 @@
 """Coordination through the coordinator (gRPC): registration, heartbeats, barriers.
 
 The coordinator decides; the client repeats its requests until it has the decision. Every request may be sent again. So
-an outage or a restart of the coordinator inside a barrier costs time, not the barrier: to a coordinator that does not
-know it (NOT_FOUND), the client registers and arrives again. One barrier::
+an outage or a restart of the coordinator inside a barrier costs time, not the barrier. If the coordinator does not know
+the client (NOT_FOUND), the client registers and arrives again. One barrier::
 
     client                                              coordinator
       | Arrive(call 7), on the heartbeat stream if any    |
@@ -177,8 +177,8 @@ class GrpcCoordination(Caller):
         while not self._is_over(leaving):
             if num_skipped >= num_to_skip:
                 is_good = self._run_stream(leaving)
-                # A stream that never works is tried again after 1, 3, 7, 15 and then 31 single heartbeats: a proxy that
-                # refuses streams costs little, and a repaired proxy is noticed.
+                # A stream that never works is tried again after 1, 3, 7, 15 and then 31 single heartbeats. So a proxy
+                # that refuses streams costs little, and a repaired proxy is noticed.
                 num_skipped, num_to_skip = 0, 1 if is_good else min(2 * num_to_skip + 1, MAX_SKIPPED_BEATS)
                 if self._is_over(leaving):
                     return

@@ -18,7 +18,7 @@ The same two ordinals may mean two things. Here all clients come to a save, clie
 
 Three signs tell the two apart:
 
-* A client knows that it, or the others, went on alone: one of its calls ended without a verdict, or with a verdict that
+* A client knows that it, or the others, went on alone. One of its calls ended without a verdict, or with a verdict that
   names it as lost or missing. Then the counts are right, and the client with the lower ordinal is behind.
 * With steps: clients that are behind a second time in succession, and no others with them, are really behind.
 * Waiting: the others wait for a client that is behind. A client that came no closer, in a time in which a client that
@@ -225,8 +225,9 @@ class OrdinalTracker:
     def note_failure(self, error: BaseException, client: int, waited_s: float) -> None:
         """Note how a round of an operation failed for this client.
 
-        The client was cut off if the error is no verdict, if the verdict names the client as lost or missing, or if its
-        arrival got through only at a later try. Then it has gone on without the others, or they without it.
+        The client was cut off if the error is no verdict, or if the verdict names it as lost or missing. A client whose
+        arrival got through only at a later try was cut off, too. Then it has gone on without the others, or they
+        without it.
 
         Args:
             error: The error that the barrier raised.
@@ -238,8 +239,8 @@ class OrdinalTracker:
         self._was_retold = getattr(error, "is_retold", False)
         self._was_cut_off |= not is_verdict or was_cut_off or client in absent
         self._begun_at += waited_s  # a pause is the program's own time between operations
-        # The wait proves nothing if a client was lost, as that one could not come; nor if this client heard no verdict,
-        # as it does not know then who came.
+        # The wait proves nothing if a client was lost, as the lost client could not come. Nor does it if this client
+        # heard no verdict: then it does not know which clients came.
         if self._waiting_gap and is_verdict and not getattr(error, "clients", ()):
             self._waited_s += waited_s
             if self._waited_s >= max(LEAST_VAIN_WAIT_S, PAUSES_WAITED * self._pause_s):

@@ -351,8 +351,8 @@ class TorchStoreCoordination:
                 next_log = now + verdicts.STILL_WAITING_S
                 missing = self._missing(store, round_)
                 logger.warning("barrier %r: still waiting for %s", call.name, errors.capped(missing.values()))
-            # An eighth of the wait so far, so no client learns a verdict much later than it is decided; at most POLL_S,
-            # or, with many clients, the pause that the store can bear.
+            # An eighth of the wait so far, so no client learns a verdict much later than it is decided. At most POLL_S;
+            # with many clients longer, so that the store can answer all.
             store.abandoned.wait(max(self._least_poll_s, min((now - begin) / 8, POLL_S)))
         return outcome
 

@@ -230,7 +230,7 @@ class StoreRounds:
     def join(self, store: StoreConnection, call: BarrierCall) -> JoinedRound:
         """Return the round that a new call joins, or the one that it is late for.
 
-        Each pass of the loop looks at the latest round. It ends when the call belongs to that round, or when
+        Each pass of the loop looks at the latest round. The loop ends when the call belongs to that round, or when
         compare-and-set has made this client's own proposal the latest round. Another client may have been faster; then
         the next pass looks at that client's round.
         """

@@ -1,8 +1,8 @@
 """Agreements: facts that clients settle once and then take for granted; message tags carry a digest of them.
 
-A client asks the others for a fact that all of them need, such as the global shape that follows from local shapes, when
-it meets a case for the first time. It takes the answer for granted whenever the case comes again, without a message.
-That goes wrong when the case of one client comes again while another client's case has changed:
+When a client meets a case for the first time, it asks the others for a fact that all of them need, such as the global
+shape that follows from local shapes. The client takes the answer for granted whenever the case comes again, without a
+message. This shortcut goes wrong when the case of one client comes again while another client's case has changed:
 
     client 0: case A, as in agreement 0       takes (8,) for granted     digest of 0
     client 1: case B, as in agreement 1       takes (6,) for granted     digest of 1
@@ -95,7 +95,7 @@ def remember(group: Group, case: Hashable, fact: Any) -> None:
 
     Args:
         group: The clients.
-        case: The values on this client from which the fact follows. It holds all objects that its parts refer to.
+        case: The values on this client from which the fact follows. The case holds all objects that its parts refer to.
         fact: Anything but None.
     """
     _of(group).remember(case, fact)

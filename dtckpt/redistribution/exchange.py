@@ -142,9 +142,9 @@ class BoxExchange:
             k = 1:  0 -> 1 -> 2 -> 3 -> 0        k = 2:  0 <-> 2, 1 <-> 3        k = 3:  0 <- 1 <- 2 <- 3 <- 0
 
         A flight is one or several rounds. Where a flight ends depends on this client's own messages, so clients may end
-        theirs after different rounds. That cannot deadlock: all clients go through the rounds in this order, so of all
-        messages still missing, the one of the earliest round has been posted by its sender and its receiver.
-        (The schedule of block-cyclic redistribution: Desprez et al., "Scheduling block-cyclic array redistribution".)
+        theirs after different rounds. This order cannot deadlock, because all clients go through the rounds in it. Of
+        all missing messages, take the message of the earliest round: its sender and its receiver have posted it. (The
+        schedule of block-cyclic redistribution: Desprez et al., "Scheduling block-cyclic array redistribution".)
         """
         positions = {client: position for position, client in enumerate(self.clients)}
         rounds: dict[tuple[int, int], Flight] = {}
@@ -196,8 +196,8 @@ class BoxExchange:
         axes = reduced_axes(source, target)
         source_regions, target_regions = _regions(source, change.shape), _regions(target, change.shape)
         source_devices, target_devices = _devices(source.mesh), _devices(target.mesh)
-        # Where each output is, as a whole, one component of the source on the same device, not even a copy is made: the
-        # output shares memory with the source, and a caller that must not share it copies it.
+        # Where each output is, as a whole, one component of the source on the same device, no copy is made. The output
+        # shares memory with the source; a caller that must not share it copies it.
         is_reused = plan.is_local and not axes and _are_whole_components(plan.copies, source_regions, target_regions)
         is_reused = is_reused and all(
             source_devices[each.source] == target_devices[each.target] for each in plan.copies
@@ -489,7 +489,7 @@ class BoxTransfer:
 def validate_reduction(reduce_op: str, dtype: torch.dtype, divisor: int = 1) -> None:
     """Check that terms of a dtype can be reduced, and their sum divided.
 
-    Every client finds the same, whether it has a card or not.
+    Every client finds the same, whether it has a GPU or not.
 
     Args:
         reduce_op: The reduction.
@@ -497,11 +497,11 @@ def validate_reduction(reduce_op: str, dtype: torch.dtype, divisor: int = 1) -> 
         divisor: Divides the reduced value.
 
     Raises:
-        LayoutError: They cannot.
+        LayoutError: The terms cannot be reduced, or the sum cannot be divided.
     """
     try:
-        # A trial, since only torch knows which of its functions takes which dtype. It runs on the host, so whatever
-        # only the host can do must be refused here, or a card would fail when messages are under way.
+        # A trial, since only torch knows which of its functions takes which dtype. The trial runs on the host.
+        # Reductions that only the host can do must be refused here, or a GPU would fail when messages are under way.
         trial = torch.zeros(1, dtype=dtype, device=_HOST)
         reduce_terms(trial, [trial, trial], reduce_op)
         average(trial, divisor)

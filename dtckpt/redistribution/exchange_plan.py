@@ -19,9 +19,9 @@ devices of one client need the same box, the first of them receives it and forwa
 remote devices hold a box, the receiver's position in its mesh decides which of them sends it, so receivers spread over
 senders. Sender and receiver derive the same plan from the layouts, without communicating.
 
-A client plans only the moves from and to its own devices. The parts of a layout are the mesh's grid of devices, its
-axes put in the order of the tensor's dims, so the parts that overlap a box are a slice of that grid, and no other part
-is looked at.
+A client plans only the moves from and to its own devices. The parts of a layout are the mesh's grid of devices, with
+its axes in the order of the tensor's dims. So the parts that overlap a box are a slice of that grid, and the plan looks
+at no other part.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class _Holders:
     """The devices that hold each part of a layout.
 
     The arrays have one dim per tensor dim (the shard's index), one per axis (the coordinate along it), and one for the
-    replicas of a part, which are in order of their clients; the replicas of one client ascend.
+    replicas of a part. Replicas are in order of their clients; the replicas of one client ascend.
 
     Args:
         devices: Device ids.

@@ -133,8 +133,8 @@ def plan_redistribution(source: Layout, target: Layout, shape: Sequence[int], dt
 
 def _cached_plan(change: LayoutChange) -> RedistributionPlan:
     is_cuda = "cuda" in (change.source.mesh.device_type, change.target.mesh.device_type)
-    # The two other arguments are part of the cache's key: equal meshes may be seen from different clients of one
-    # process, and a process group may be followed by one with another backend.
+    # The two other arguments are part of the cache's key. Different clients of one process may see equal meshes, and a
+    # later process group may have another backend.
     return _compile(change, change.client, message_memory("cuda") if is_cuda else "cpu")
 
 
@@ -278,7 +278,8 @@ class Redistribution:
         """Leave all memory alone from now on, also the memory of transfers that have not failed themselves.
 
         Raises:
-            DtckptError: The clients called no more already. That is why others have left, and says more than ``error``.
+            DtckptError: The clients called no more already. This earlier error is why others have left, and says more
+                than ``error``.
         """
         while self._transfers:
             self._transfers.pop().abandon()
@@ -453,7 +454,7 @@ def redistribute_components(
 
 
 def _cards(plans: Sequence[RedistributionPlan], tensors: Sequence[Components]) -> list[torch.device]:
-    """Return this client's cards from or to which tensors go; other tensors of a batch may lie on the host."""
+    """Return this client's GPUs from or to which tensors go; other tensors of a batch may lie on the host."""
     sources = (part.device for components in tensors for part in components.values())
     messages = (plan.change.device for plan in plans)
     return [device for device in dict.fromkeys((*sources, *messages)) if device.type == "cuda"]

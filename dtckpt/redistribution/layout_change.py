@@ -51,10 +51,9 @@ class LayoutChange:
 
     @property
     def device_type(self) -> str:
-        """Where messages lie: ``cuda`` if every client has one card there and a backend for it, else ``cpu``."""
+        """Where messages lie: ``cuda`` if every client has one GPU there and a backend for it, else ``cpu``."""
         for mesh in (self.source.mesh, self.target.mesh):
-            # The ranks of a process group are clients, so of several cards of a client NCCL could address none by
-            # itself.
+            # The ranks of a process group are clients, so NCCL could not address each of several GPUs of a client.
             if mesh.device_type != "cuda" or mesh.num_clients != mesh.size():
                 return "cpu"
         return message_memory("cuda")

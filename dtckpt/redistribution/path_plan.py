@@ -9,13 +9,13 @@ Any two layouts are one exchange apart. Layouts are put in between
         [ a0 | b0 ]              [ a0 + a1 ]                          [ a | b ]
         [ a1 | b1 ]              [ b0 + b1 ]                          [ a | b ]
 
-- where a device would receive from very many others: then the normal form of "Memory-efficient array redistribution
-  through portable collective communication" (arXiv:2112.01075), that is local slices, an exchange of pieces of one
-  size, then gathers along one axis each. It takes as many messages as the sum of the axes' sizes, not their product.
+- where a device would receive from very many others: the normal form of "Memory-efficient array redistribution through
+  portable collective communication" (arXiv:2112.01075). This path has local slices, an exchange of pieces of one size,
+  then gathers along one axis each. It takes as many messages as the sum of the axes' sizes, not their product.
 
-Of these paths, the one is taken by which a device receives the fewest bytes; of equal ones, the one that takes the
-least time. No layout in between has a larger piece than the source or the target. The path follows from layouts and
-shape alone, so every client finds the same one.
+The plan takes the path by which a device receives the fewest bytes; of equal paths, the path that takes the least time.
+No layout in between has a larger piece than the source or the target. The path follows from layouts and shape alone, so
+every client finds the same one.
 """
 
 from __future__ import annotations

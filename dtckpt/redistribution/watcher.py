@@ -13,9 +13,9 @@ Its reaction to an alarm depends on how far this client is:
     it was not made yet                 if this client is *missing*: say so, take part with zeros, call no more
 
 **Missing.** A client is missing from a call if others wait for it there for the heartbeat timeout
-(``DTCKPT_HEARTBEAT_TIMEOUT_S``, 60 s by default) while the thread that makes its calls idles all the time: it uses less
-than `IDLE_SHARE` of a core. Then it waits for something else, perhaps for the very clients that wait for it. A client
-that computes is only slow. The timeout of the process group bounds the wait for it.
+(``DTCKPT_HEARTBEAT_TIMEOUT_S``, 60 s by default) while the thread that makes its calls idles all the time. An idle
+thread uses less than `IDLE_SHARE` of a core. A missing client waits for something else, perhaps for the very clients
+that wait for it. A client that computes is only slow. The timeout of the process group bounds the wait for it.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ TOKENS_VARIABLE = "DTCKPT_COORDINATOR_SERVE_TOKENS"
 
 COLLECTIONS = (700, 10, 1000)
 """Thresholds of Python's cycle collector: for young objects as by default, for all objects a hundredth as often. With
-10 000 clients a full collection takes half a second, in which no client gets an answer, and it came every few seconds:
-each heartbeat replaces some older objects, which are in no cycle."""
+10 000 clients a full collection takes half a second, in which no client gets an answer. Collections came every few
+seconds, because each heartbeat replaces some older objects, which are in no cycle."""
 
 
 def _write_port(path: Path, port: int) -> None:
@@ -49,8 +49,8 @@ async def run(config: ServerConfig, port_file: Path | None = None) -> int:
     """Serve until SIGTERM or SIGINT; a second signal ends at once.
 
     Returns:
-        The exit code, 128 and the signal's number; 70 if it failed to stop in order. It is not 0 because a coordinator
-        never completes: a Kubernetes Job would count a drained one as done and start no other.
+        The exit code, 128 and the signal's number; 70 if it failed to stop in order. The code is not 0 because a
+        coordinator never completes: a Kubernetes Job would count a drained coordinator as done and start no other.
     """
     from dtckpt_server.server import Server, address
 

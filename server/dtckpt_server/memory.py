@@ -139,7 +139,7 @@ class Memory:
             what: The object that needs them, for the message; default: the job.
 
         Raises:
-            LimitError: They do not fit.
+            LimitError: The bytes do not fit.
         """
         self._needed.check(job.owner, nbytes, what or f"job {job.name!r}")
         while self.owner(job).nbytes + nbytes > self._quota_nbytes and (oldest := self._verdict_of(job)):

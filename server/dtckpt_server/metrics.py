@@ -54,8 +54,8 @@ def kind_of(barrier: str) -> str:
 class Metrics:
     """The metrics of one coordinator, in a separate registry. Lives on the coordinator's event loop.
 
-    A job gets separate series when it first registers. It gets more series for a kind and outcome of barriers when the
-    first such barrier ends, if there is room. Events without room for their series are counted for `OTHERS`.
+    A job gets separate series when it first registers. When the first barrier of a kind and outcome ends, the job gets
+    more series for them, if there is room. Events without room for their series are counted for `OTHERS`.
 
     Args:
         rules: Returns the rules as they are.

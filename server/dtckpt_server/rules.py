@@ -14,8 +14,8 @@ Invariants; ``tests/server/coordinator_simulation.py`` checks the first three af
 * A call gets the round that it has joined, however often it is repeated.
 * Memory is bounded: everything that is kept is counted in `Memory` before it is kept.
 
-A restarted coordinator starts empty and needs no special rule. It learns of a task when the task registers, and grants
-it a full heartbeat timeout from then on.
+A restarted coordinator starts empty and needs no special rule. The coordinator learns of a task when the task
+registers, and grants it a full heartbeat timeout from then on.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class HeldError(errors.FencedError):
 def apply(rules: Rules, event: Event, now: float) -> tuple[Rules, Effects]:
     """Let an event happen; return the new state and the effects that the server must carry out.
 
-    Use the returned rules instead of the given ones. They are the same object, changed in place: to copy thousands of
-    tasks for each heartbeat would be the whole cost. No other function changes the state.
+    Use the returned rules instead of the given ones. The returned rules are the same object, changed in place: to copy
+    thousands of tasks for each heartbeat would be the whole cost. No other function changes the state.
     """
     effects = rules._effects = Effects()
     try:

@@ -2,7 +2,7 @@
 
 gRPC hands calls over in the order in which they come, so the calls of one owner would delay the calls of all others.
 Here each owner has a separate queue, and the next call comes from the owner that has taken the least time so far. While
-calls still come in, they are let in rather than answered: a call that waits inside is in the queue of its owner, a call
+calls still come in, they are let in rather than answered. A call that waits inside is in the queue of its owner; a call
 that waits outside delays all owners.
 """
 
