@@ -53,7 +53,7 @@ def _run(arguments: Sequence[str], interrupts: Interrupts) -> int:
             try:
                 code = commands.run(arguments)
             except BaseException as error:
-                if interrupts.code:  # whatever became of the interrupt on its way
+                if interrupts.code:  # also if the interrupt became another error on its way
                     raise Interrupt(interrupts.code) from error
                 code = commands.report(error, arguments)
             interrupts.stop()

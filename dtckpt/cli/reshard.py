@@ -153,7 +153,7 @@ def _notable(parts: Sequence[PartReport | None], *, is_asked_for: bool) -> PartR
 def _workers(
     src: str, dst: str, *, workers: int | None, worker: int | None, resume: bool, dry_run: bool
 ) -> list[Worker] | list[None]:
-    """Return the workers that this process is, one after the other; None is one that writes all and keeps no parts.
+    """Return the workers that this process is, in order; None stands for a worker that writes all and keeps no parts.
 
     Without ``--workers`` a large checkpoint is written in parts, too, so that ``--resume`` finds those that are done.
     """

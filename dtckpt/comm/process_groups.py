@@ -256,7 +256,7 @@ os.register_at_fork(after_in_child=_keep_groups_in_child)
 
 @contextmanager
 def _connection_errors(ranks: Iterable[int], suffix: str = "") -> Iterator[None]:
-    """Turn torch's errors into ones that name the clients that could not be connected, and a cure if there is one."""
+    """Turn torch's errors into errors that name the unreachable clients, and a cure if there is one."""
     with rendezvous.restart_advice():
         try:
             yield

@@ -64,7 +64,7 @@ class SideStreams:
     def wait(self) -> None:
         """Order the next work of the current streams after the side streams' work."""
         for stream, event in zip(self._streams, self._events, strict=True):
-            # The stream that is current now; it need not be the one that was current in `run`.
+            # The stream that is current now; it need not be the stream that was current in `run`.
             current = torch.cuda.current_stream(stream.device)
             current.wait_event(event)
             _record(self._outputs, current)

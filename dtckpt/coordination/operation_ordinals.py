@@ -160,7 +160,7 @@ def _nth(number: int) -> str:
 
 
 class OrdinalTracker:
-    """Counts the operations of one kind that this client begins, and decides what differing ordinals mean for it.
+    """Counts the operations of one kind that this client begins, and decides how it reacts when ordinals differ.
 
     An operation calls `next_ordinal`, exchanges the ordinals in its first round, and calls `reconcile` with them. A
     client that is to wait for those behind it meets again, with the same ordinal, and reconciles again. The error of a

@@ -1,7 +1,7 @@
 """Coordination through the key-value store of `torch.distributed`: barriers and heartbeats; the default under torchrun.
 
-There is no server with rules: each client reads and writes keys, and decides what it sees to be decided. No collectives
-are used: a collective of a process group neither says who is missing nor mixes with other threads.
+There is no server with rules: each client reads and writes keys, and decides a round when it sees the reason. No
+collectives are used: a collective of a process group neither says who is missing nor mixes with other threads.
 `dtckpt.coordination.torch_store_rounds` has the keys of barriers; a client's heartbeat is the key ``beat/<client>``.
 
 How a round is decided, and by whom:
@@ -432,7 +432,7 @@ class TorchStoreCoordination:
         self._run(lambda store: self._rounds.publish(store, decision))
 
     def record_once(self, name: str, text: str) -> str:
-        """Record a decision of the whole job, unless there is one; return the one that is recorded.
+        """Record a decision of the whole job, unless there is one; return the recorded decision.
 
         Raises:
             CoordinationError: The store cannot be reached.

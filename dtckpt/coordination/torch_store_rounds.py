@@ -216,7 +216,7 @@ class StoreRounds:
         return None if text is None else Outcome.load(text)
 
     def decide(self, store: StoreConnection, round_: Round, outcome: Outcome) -> Outcome:
-        """Propose a verdict and return the one that counts: the one that was stored first."""
+        """Propose a verdict and return the verdict that counts: the first that was stored."""
         # The time of day, as clients on other hosts read it; only error texts name it, nothing is decided by it.
         proposal = replace(outcome, decided_at=self._wall_clock())
         return Outcome.load(store.compare_set(round_.verdict_key, "", proposal.dump()))
@@ -228,7 +228,7 @@ class StoreRounds:
         return replace(empty, header=RoundHeader.load(text)) if text else None
 
     def join(self, store: StoreConnection, call: BarrierCall) -> JoinedRound:
-        """Return the round that a new call joins, or the one that it is late for.
+        """Return the round that a new call joins, or the round for which it is late.
 
         Each pass of the loop looks at the latest round. The loop ends when the call belongs to that round, or when
         compare-and-set has made this client's own proposal the latest round. Another client may have been faster; then

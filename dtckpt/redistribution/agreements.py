@@ -67,7 +67,7 @@ class _Agreements:
         self._count += 1
 
 
-# By default process group, so that the agreements of one that has ended go with it.
+# By default process group, so that the agreements of a group that has ended go with it.
 _agreements: WeakKeyDictionary[Any, dict[Group, _Agreements]] = WeakKeyDictionary()
 _alone: dict[Group, _Agreements] = {}
 """Of groups of one client, which need no process group."""

@@ -37,7 +37,7 @@ MAX_REMEMBERED = 1024
 """Most calls that a client remembers after they have returned."""
 _MASK = 2**31 - 1
 
-# By default process group, so that the history of one that has ended goes with it.
+# By default process group, so that the history of a group that has ended goes with it.
 _jobs: WeakKeyDictionary[Any, _Job] = WeakKeyDictionary()
 
 

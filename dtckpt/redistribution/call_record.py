@@ -288,7 +288,7 @@ def last_error(cause: DtckptError, reasons: Sequence[str] = ()) -> DtckptError:
 
 
 def _cause_in(state: Mapping[str, Any]) -> DtckptError | None:
-    """Return a client's own error, else one that says how requests differ, if they do."""
+    """Return a client's own error, else an error that says how requests differ, if they do."""
     if state["errors"]:
         client, (code, message) = min(state["errors"].items(), key=lambda item: int(item[0]))
         # An error with this end concerns all clients; this client only passes it on, so the text does not name it.

@@ -3,7 +3,7 @@
 Gloo cannot cancel a message that it waits for, and a client whose arguments are wrong sends none. So the clients use a
 record of the call in the store of the default process group (`dtckpt.redistribution.call_record`). A client that fails
 writes its error there; a client that has waited for long writes its request. Each client then takes part in all
-requests; for the requests of others it sends zeros:
+requests; in the requests of others its data are zeros:
 
     client 0: rows               client 1: rows                client 2: columns
         |  waits `PATIENCE_S`        |  waits                      |  waits
@@ -295,8 +295,8 @@ def report_error(error: DtckptError, meshes: Sequence[Mesh], plan: Planner, *, i
 
     The error stands for the next call among these clients. The others raise it in that call, however late they come.
 
-    Blocks: Until all clients have registered and this one has joined their requests. If some do not come, for
-    `GRACE_S` after the last one that came, or longer if a request cannot be joined before.
+    Blocks: Until all clients have registered and this one has joined their requests. If some do not come, for `GRACE_S`
+    after the last client that came, or longer if a request cannot be joined before.
 
     Args:
         error: The error of this client.

@@ -156,7 +156,7 @@ def _compile(change: LayoutChange, client: int, memory: str) -> RedistributionPl
     ]
     last = path[-1] if path else source
     neutral_values: dict[int, complex] = {}
-    # In mesh order: the last axis is reduced first, so the value that leaves its term alone is the one that counts.
+    # In mesh order: the last axis is reduced first, so the value that leaves its term alone counts.
     for axis in (axis for axis in target.mesh.mesh_dim_names if axis in target.partial and axis not in last.partial):
         reduce_op = target.partial[axis]
         value = neutral_term(dtype) if reduce_op == "sum" else _NEUTRAL_VALUES.get(reduce_op)

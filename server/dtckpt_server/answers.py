@@ -121,7 +121,7 @@ def job_page(job: Job, token: str, now: float) -> pb.GetJobResponse:
         token: ``<next task>.<serial of the last barrier shown>``; "": the first page.
 
     Raises:
-        ConfigError: The token is not one that this function made.
+        ConfigError: This function did not make the token.
     """
     next_task, last_serial = _position(token)
     answer, page = pb.GetJobResponse(num_clients=job.num_clients, attempt=job.attempt), _Page()

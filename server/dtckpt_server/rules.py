@@ -281,7 +281,7 @@ class Rules:
         return barrier
 
     def _round_for(self, job: Job, task: Task, arrival: Arrive, now: float) -> Barrier:
-        """Return the round that a new call joins, or the one that it is late for.
+        """Return the round that a new call joins, or the round for which it is late.
 
         The cases come in this order; `dtckpt.coordination.barrier_rules` says why:
 
@@ -319,7 +319,7 @@ class Rules:
             barrier = self._open(job, arrival, key, participants, now)
             barrier.missed = missed
         elif missed is None:
-            barrier.missed = None  # here is one that is not late, so this is a new round for all
+            barrier.missed = None  # this client is not late, so this is a new round for all
         barrier.is_again |= arrival.is_again
         return barrier
 
