@@ -1,4 +1,4 @@
-"""Host memory for tensors: allocation in huge pages, and page locking for copies to and from GPUs, and use again.
+"""Host memory for tensors: allocation in huge pages, page locking for copies to and from GPUs.
 
 The first write to new memory costs one page fault per page. With pages of 4 KiB the faults of a large tensor take
 longer than the copy that fills it, so large tensors ask for huge pages. That is advice (``man 2 madvise``,
@@ -14,9 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
 
-import numpy as np
 import torch
 
 logger = logging.getLogger("dtckpt.host_memory")
@@ -105,46 +103,3 @@ def _madvise() -> Callable[[int, int, int], int] | None:
         return None
     function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return function  # type: ignore[no-any-return]
-
-
-RECYCLED_NBYTES = 1 << 20
-"""The C library uses the memory of smaller arrays again, and at less cost."""
-
-
-class RecycledMemory:
-    """Memory of arrays, used again when the last view of an array is gone: new memory costs a page fault per page.
-
-    Args:
-        max_nbytes: Bound on the bytes that are lent or free, if no more than these are lent.
-    """
-
-    def __init__(self, max_nbytes: float) -> None:
-        self._max_nbytes = max_nbytes
-        self._nbytes = 0
-        self._free: dict[int, list[np.ndarray[Any, Any]]] = {}
-
-    def take(self, nbytes: int) -> np.ndarray[Any, Any]:
-        """Return uninitialized bytes. Their memory comes back when no array refers to it any more."""
-        if nbytes < RECYCLED_NBYTES:
-            return np.empty(nbytes, np.uint8)
-        # Rounded up by a quarter at most, so that chunks of nearly the same size use the same memory.
-        step = 1 << max(0, nbytes.bit_length() - 3)
-        size = -(-nbytes // step) * step
-        free = self._free.setdefault(size, [])
-        memory = free.pop() if free else self._allocate(size)
-        loan = _Loan(memory)
-        weakref.finalize(loan, free.append, memory).atexit = False
-        return np.asarray(loan)[:nbytes]
-
-    def _allocate(self, nbytes: int) -> np.ndarray[Any, Any]:
-        while self._nbytes + nbytes > self._max_nbytes and (other := next(filter(None, self._free.values()), None)):
-            self._nbytes -= other.pop().nbytes
-        self._nbytes += nbytes
-        return np.empty(nbytes, np.uint8)
-
-
-class _Loan:
-    """The base object of arrays of lent memory: it lives as long as any of these arrays."""
-
-    def __init__(self, memory: np.ndarray[Any, Any]) -> None:
-        self.__array_interface__ = memory.__array_interface__

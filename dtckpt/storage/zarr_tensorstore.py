@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dtckpt.comm.background_threads import begin
-from dtckpt.comm.host_memory import RecycledMemory
+from dtckpt.comm.recycled_memory import RecycledMemory
 from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.dtypes import DTYPES

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from dtckpt.comm.host_memory import RECYCLED_NBYTES, RecycledMemory
+from dtckpt.comm.recycled_memory import RECYCLED_NBYTES, RecycledMemory
 
 
 def address(array):

@@ -30,7 +30,7 @@ from dtckpt.checkpoint.resharding.windows import WINDOW_NBYTES
 from dtckpt.checkpoint.saving.plan import TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Copy
 from dtckpt.comm.background_threads import begin
-from dtckpt.comm.host_memory import RecycledMemory
+from dtckpt.comm.recycled_memory import RecycledMemory
 from dtckpt.format.content import content_digest, content_share
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region

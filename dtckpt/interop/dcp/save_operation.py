@@ -43,11 +43,16 @@ class SaveOperation:
         self.target = target
         self._construction = Construction(target)
 
-    def lead(self, options: SaveOptions) -> str:
-        """Begin the attempt; return the token that the other ranks join it by."""
+    def lead(self, options: SaveOptions, decider: str) -> str:
+        """Begin the attempt; return the token that the other ranks join it by.
+
+        Args:
+            options: Of the save.
+            decider: The object whose argument ``overwrite`` the caller has set, for the error.
+        """
         validate_target(self.target, replace(options, overwrite=True), [options.codec] if options.codec else [])
         if not options.overwrite:
-            _validate_absence(self.target)
+            _validate_absence(self.target, decider)
         warn_of_replacement(self.target)
         self._finalizer = weakref.finalize(self, _abandon, self._construction)
         return self._construction.lead(Config.from_environ().attempt, incarnation())
@@ -80,15 +85,15 @@ class SaveOperation:
             self._finalizer.detach()
 
 
-def _validate_absence(target: CommitTarget) -> None:
+def _validate_absence(target: CommitTarget, decider: str) -> None:
     """Refuse a target where a checkpoint is."""
     try:
         target.check_target(overwrite=False)
     except CheckpointExistsError as error:
         # It begins with the words of DCP's own writer: loops look for them.
         raise CheckpointExistsError(
-            f"Checkpoint already exists at {target.where}; pass DtckptStorageWriter(overwrite=True) to replace it, or "
-            "save elsewhere"
+            f"Checkpoint already exists at {target.where}; pass {decider}(overwrite=True) to replace it, "
+            "or save elsewhere"
         ) from error
 
 

@@ -117,6 +117,7 @@ class DtckptStorageWriter(StorageWriter):
         if options.keys != "union":
             raise ConfigError(f"DCP's planner decides which keys are saved; got SaveOptions(keys={options.keys!r})")
         self._options = options if overwrite is None else dataclasses.replace(options, overwrite=overwrite)
+        self._decider = "SaveOptions" if overwrite is None else "DtckptStorageWriter"  # decides about an overwrite
         self._path = None if path is None else location_of(path)
         self.save_id = str(uuid.uuid4())
         self._process = os.getpid()
@@ -222,7 +223,7 @@ class DtckptStorageWriter(StorageWriter):
                 planned = plan_boxes(tensors.values(), options, len(plans))
                 validate_all_used(tuple(rule[0] for rule in options.stored_dtypes), planned)
                 shares = shares_of(known, tensors, planned, options)
-        token = operation.lead(options)
+        token = operation.lead(options, self._decider)
         where = str(operation.target.where)
         return [
             dataclasses.replace(
