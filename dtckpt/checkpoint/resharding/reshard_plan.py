@@ -28,7 +28,7 @@ NUM_WINDOWS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardedTensor:
-    """One tensor before and after resharding; bytes are those of its elements on storage."""
+    """One tensor before and after resharding; bytes count its elements on storage."""
 
     name: str
     shape: tuple[int, ...]
@@ -131,7 +131,7 @@ def plan_reshard(
 
 @lru_cache(maxsize=4096)
 def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Holding, ...]:
-    """Return the boxes of a layout as those of one writer; one object for equal arguments, as `plan_save` likes it."""
+    """Return the boxes of a layout, all held by one writer; one object for equal arguments, as `plan_save` likes it."""
     return tuple(Holding(holding.region, (0,)) for holding in holdings_of(layout, shape))
 
 

@@ -51,7 +51,7 @@ _DIGEST_NBYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One of several workers.
+    """A worker among several.
 
     Args:
         index: Number of the worker, from 0.

@@ -171,7 +171,7 @@ def _is_gathered(plan: TensorPlan) -> bool:
 
 @contextmanager
 def chunk_digester(*, has_thread: bool, with_content: bool) -> Iterator[ChunkDigester]:
-    """Open a digester, for a context. With ``has_thread`` it digests large chunks in a thread of its own."""
+    """Open a digester, for a context. With ``has_thread`` it digests large chunks in a separate thread."""
     if not has_thread:
         yield ChunkDigester(None, with_content=with_content)
         return

@@ -70,7 +70,7 @@ def held_saves(parts: Mapping[str, HostParts]) -> list[HeldSave]:
     """Return the saves of which any part is left, the newest first.
 
     Args:
-        parts: What each host holds.
+        parts: The parts that each host holds.
     """
     holders: dict[SaveId, dict[int, list[str]]] = {}
     voted: set[SaveId] = set()

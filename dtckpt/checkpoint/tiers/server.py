@@ -46,7 +46,7 @@ MAX_REFUSED = 1024
 
 
 class PartServer:
-    """A server of this process, in threads of its own.
+    """A server of this process, in separate threads.
 
     Args:
         folder: The parts of this host.
