@@ -2,7 +2,7 @@
 
 So a restore from the tier is the restore of any checkpoint, onto any mesh. Only this differs: a piece that this host
 holds is read from its memory, and of any other exactly the boxes that are needed come from a host that holds it. If a
-copy is damaged, or its host does not answer, the restore uses another copy and logs which.
+copy is damaged, or its host does not answer, the restore uses another copy and logs why.
 """
 
 from __future__ import annotations
