@@ -22,11 +22,11 @@ _MAX_SEED = 1 << 63
 
 
 def resize_loader(values: ClientValues, client: int, num_clients: int) -> dict[str, Any]:
-    """Return the state of a client's ``StatefulDataLoader``, from those that another number of clients saved.
+    """Return the state of a client's ``StatefulDataLoader``, from the states that another number of clients saved.
 
     A rule for ``PerClient(loader, on_resize=resize_loader)``. Every sample of the epoch is drawn once, as far as the
-    sampler itself draws it once: a ``DistributedSampler`` may repeat some at the end. The data set must be one that is
-    indexed, and has no state, and client i must read the i-th, (i + n)-th, ... sample of n clients: by
+    sampler itself draws it once: a ``DistributedSampler`` may repeat some at the end. The data set must be indexed and
+    have no state. Client i must read the i-th, (i + n)-th, ... sample of n clients, by
     ``sampler=StatefulDistributedSampler(...)`` or PyTorch's ``DistributedSampler``. If the number of samples that were
     drawn is no multiple of ``num_clients``, the first clients have drawn one more than the others.
 

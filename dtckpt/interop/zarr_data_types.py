@@ -82,10 +82,10 @@ class ExtensionFloat(ZDType[Any, Any], HasItemSize):
         """Return a number, or the text of one, as a scalar of the dtype.
 
         Raises:
-            TypeError: It is neither.
-            ValueError: It is the text of no number.
+            TypeError: The value is neither.
+            ValueError: The text is no number.
         """
-        # By way of a float: the types of ml_dtypes end the process at the text of no number.
+        # By way of a float: the types of ml_dtypes end the process if a text is no number.
         if isinstance(data, str):
             data = _WORDS[data] if data in _WORDS else float(data)
         if not self._check_scalar(data):
@@ -101,7 +101,7 @@ class ExtensionFloat(ZDType[Any, Any], HasItemSize):
 
         Raises:
             TypeError: The value has another type.
-            ValueError: It is the text of no number.
+            ValueError: The text is no number.
         """
         if isinstance(data, str) and data.startswith("0x"):
             bits = int(data, 16).to_bytes(self.item_size, sys.byteorder)

@@ -1,7 +1,7 @@
 """`CheckpointSource`: the elements of a checkpoint as the source of a save, read ahead in bounded memory.
 
 Each new chunk is made of the old chunks that it intersects. The source fills a window of neighbouring new chunks at
-once (`dtckpt.checkpoint.resharding.windows`), each in separate memory, so that an old chunk is read once for each
+once (`dtckpt.checkpoint.resharding.windows`), each chunk in separate memory. So an old chunk is read once for each
 window and not once for each new chunk.
 
 A thread reads the next window while the chunks of this one are digested, and chunks of earlier windows are written::

@@ -159,8 +159,8 @@ def _describe(info: TensorInfo, plan: TensorPlan) -> ReshardedTensor:
 class Budget:
     """The shares of ``max_memory``: one for stored chunks that are read, four for windows of new chunks.
 
-    The four are the window that is being read, the window whose chunks are handed to storage, the window before it,
-    whose chunks are being written, and these chunks as they are encoded for storage.
+    The first of the four windows is being read. The second hands its chunks to storage, and the chunks of the third are
+    being written. The fourth share is for these chunks as they are encoded for storage.
 
     Args:
         largest: Bytes of the largest stored chunk; its verification may need all of it, even if a part is wanted.

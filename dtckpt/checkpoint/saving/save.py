@@ -61,14 +61,14 @@ def save(
     """Save a state tree as the checkpoint at ``path``.
 
     Clients may pass different keys: the checkpoint is the union of their trees. All clients that pass a key save it,
-    and it must be the same there: a tensor of one shape and dtype, whose shards are equal or apart, or one plain value.
-    Tensors of one name on several slices of a mesh are one tensor.
+    and it must be the same on them. It is either a tensor of one shape and dtype, whose shards are equal or apart, or
+    one plain value. Tensors of one name on several slices of a mesh are one tensor.
 
     Collective: Over all clients of the job, or of ``group``; barriers ``save/begin``, ``save/written`` and
     ``save/merged`` (and ``save/edges`` where unevenly nested shards share chunks; ``save/described`` and
     ``save/united`` where clients pass different things for the first time). Every client returns, or every
     client raises the same error. After an error the path is unchanged; or, if a client was lost or storage failed
-    during the commit, it holds the new checkpoint. It never holds anything else.
+    during the commit, it holds the new checkpoint. The path never holds anything else.
 
     Blocks: On storage, and on the slowest client, at each barrier at most ``options.timeout_s`` seconds; before that,
     on a `save_async` in flight. If that save failed and the caller has not seen its error, this call raises the error

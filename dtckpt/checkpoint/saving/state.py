@@ -209,7 +209,7 @@ class MemorySource:
         return [Copy(self._host_array(tensor)) for tensor in tensors]
 
     def _host_array(self, memory: torch.Tensor) -> np.ndarray[Any, Any]:
-        # A tensor on a card is copied to the host once, not once per chunk.
+        # A tensor on a GPU is copied to the host once, not once per chunk.
         if id(memory) not in self._host:
             self._host[id(memory)] = host_array(memory)
         return self._host[id(memory)]

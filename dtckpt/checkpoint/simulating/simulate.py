@@ -237,7 +237,7 @@ def _save(
     plan: SavePlan, saved: SavedBytes, job: _Job, digests_nbytes: int, *, check_replicas: bool
 ) -> SimulatedOperation:
     clients = range(job.num_clients)
-    # Copies on cards are compared on the host, so all of them are staged.
+    # Copies on GPUs are compared on the host, so all of them are staged.
     device = job.device_load(saved.held if check_replicas else saved.staged, clients)
     storage = job.storage_load(saved.written, clients)
     parts = {"stage": max(device.seconds, job.barrier_s)}

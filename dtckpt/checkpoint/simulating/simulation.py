@@ -115,8 +115,8 @@ class Simulation:
 class Machine:
     """Hosts that are alike, and their storage; speeds are in bytes per second.
 
-    The defaults are a guess at hosts with eight GPUs each: pass the measured speeds of a copy, a transfer and a
-    benchmark of your storage, not the numbers of data sheets.
+    The defaults are a guess at hosts with eight GPUs each. Pass measured speeds of copies, of transfers and of your
+    storage, not the numbers of data sheets.
 
     Args:
         devices_per_host: Devices of a host; a client owns devices of one host only.

@@ -76,7 +76,7 @@ class PartFile:
                 file.fileno(), max(nbytes, 1), flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             )
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
-        # Kept with the file: memory that cards copy to is page-locked once, and cut into tensors once.
+        # Kept with the file: memory that GPUs copy to is page-locked once, and cut into tensors once.
         self.staging = StagingMemory(lambda _: self.memory)
         self.view = memoryview(self._map)[:nbytes]
 

@@ -1,9 +1,9 @@
 """Choose the copies that a host keeps of values that clients of other hosts save, too; pure.
 
-Of a value that several hosts have, as the weights of a norm, or every value under HSDP and DDP, one client saves each
-chunk, and its part is copied to partners as all parts are. If the host of that client were the only one to keep the
-chunk, the others would have to ask it when the job comes back. So each host that has the value keeps a *near copy* of
-the chunk, in the file of one of its clients, behind that client's part::
+Several hosts may have one value, as the weights of a norm, or every value under HSDP and DDP. One client saves each
+chunk of it, and its part is copied to partners as all parts are. If only that client's host kept the chunk, the others
+would have to ask it when the job comes back. So each host that has the value keeps a *near copy* of the chunk, in the
+file of one of its clients, behind that client's part::
 
     host a    client 0   | part: w[0:4]  norm |                         norm is in the part of client 0
               client 1   | part: w[4:8]       |

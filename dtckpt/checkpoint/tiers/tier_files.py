@@ -1,8 +1,8 @@
 """`TierFiles`: the parts of one local save, wherever they lie, as the files of an open checkpoint.
 
-So a restore from the tier is the restore of any checkpoint, onto any mesh. Only this differs: a piece that this host
-holds is read from its memory, and of any other exactly the boxes that are needed come from a host that holds it. If a
-copy is damaged, or its host does not answer, the restore uses another copy and logs why.
+So a restore from the tier is the restore of any checkpoint, onto any mesh. Only the reads differ. Pieces that this host
+holds are read from its memory. Of other pieces, another host sends exactly the boxes that are needed. If a copy is
+damaged, or its host does not answer, the restore uses another copy and logs why.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ DCP does not tell a writer that a save has failed. So the attempt is removed whe
 
 The coordinator tells the other ranks of the attempt by an `Announcement`, through the plans that DCP scatters. A
 planner that caches plans (``enable_plan_caching``) drops the plan that it gets, and uses an older one. So a rank takes
-an announcement from the message itself: an `Announcement` notes itself in the thread that makes or receives it, which
-is the thread that goes on with the save.
+an announcement from the message itself. An `Announcement` notes itself in the thread that makes or receives it, and
+that thread goes on with the save.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     coordinator    finish                   put split chunks together, merge, commit
 
 DCP does not tell a writer that a save has failed. So an attempt that was not committed is removed when its thread
-begins the next save with the same writer, or lets the writer go; and by the next save to the same path at the latest.
+begins the next save with the same writer, or lets the writer go. At the latest, the next save to the path removes it.
 """
 
 from __future__ import annotations
