@@ -1,4 +1,4 @@
-"""Accelerate: `accelerator_state` is what ``Accelerator.save_state`` saves, as a state tree."""
+"""Accelerate: `accelerator_state` returns the state that ``Accelerator.save_state`` saves, as a state tree."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
-    """Return what an ``Accelerator`` has prepared and registered, to be saved, or to be restored into.
+    """Return the prepared and registered objects of an ``Accelerator``, to be saved, or to be restored into.
 
     ``dtckpt.save(path, accelerator_state(accelerator))`` stands for ``accelerator.save_state(path)``, and
     ``dtckpt.restore(path, accelerator_state(accelerator))`` for ``accelerator.load_state(path)``. So do `save_async`
     and a `CheckpointManager`. Any number of processes may restore.
 
-    The tree holds the models, optimizers, schedulers, gradient scaler, the data loaders that have a state, what
-    ``register_for_checkpointing`` was given, the step of gradient accumulation, and each client's random states.
+    The tree holds the models, optimizers, schedulers, gradient scaler, the data loaders that have a state, the objects
+    passed to ``register_for_checkpointing``, the step of gradient accumulation, and each client's random states.
 
     Raises:
         ConfigError: The state is with DeepSpeed, Megatron-LM or FSDP1, which save it by themselves.

@@ -32,7 +32,7 @@ PACKAGES = "lightning.fabric", "lightning_fabric"
 SHARDED_MARK = "meta.pt"
 """A file of each checkpoint that Lightning itself saves as a directory."""
 ASIDE = "-replaced"
-"""What is added to the name of a checkpoint of Lightning's own until the one that replaces it is committed.
+"""Suffix of the name of a checkpoint that Lightning itself saved, until the checkpoint that replaces it is committed.
 
 Should the process end before, ``ckpt_path="last"`` finds it by this name.
 """
@@ -41,13 +41,13 @@ Should the process end before, ``ckpt_path="last"`` finds it by this name.
 class DtckptCheckpointIO:
     """A ``CheckpointIO`` of Lightning: ``Trainer(plugins=[DtckptCheckpointIO()])``, or ``Fabric(plugins=…)``.
 
-    Checkpoints have the names that ``ModelCheckpoint`` gives them, and what Lightning puts into them, under its keys.
-    Those of Lightning's own are loaded, too, so that a run goes on after the switch.
+    Checkpoints have the names that ``ModelCheckpoint`` gives them, and hold Lightning's values under Lightning's keys.
+    Checkpoints that Lightning itself saved are loaded, too, so that a run goes on after the switch.
 
     Args:
         options: How checkpoints are written; ``overwrite`` is always on.
-        is_async: Whether saves go on in the background. What Lightning removes after a save is removed when that save
-            is committed, at the next save or at the end of the run. A save that fails raises its error there.
+        is_async: Whether saves go on in the background. A checkpoint that Lightning removes after a save goes when that
+            save is committed, at the next save or at the end of the run. A save that fails raises its error there.
     """
 
     def __init__(self, options: SaveOptions | None = None, *, is_async: bool = False) -> None:
@@ -62,9 +62,9 @@ class DtckptCheckpointIO:
         """Save a checkpoint. Local: the other clients take no part.
 
         Args:
-            checkpoint: What Lightning saves.
+            checkpoint: Lightning's checkpoint, as a dict.
             path: Where.
-            storage_options: `SaveOptions` for this checkpoint; default: those of this object.
+            storage_options: `SaveOptions` for this checkpoint; default: this object's options.
 
         Raises:
             ConfigTypeError: ``storage_options`` are no `SaveOptions`.
@@ -140,7 +140,7 @@ class DtckptCheckpointIO:
             handle.raise_unseen_failure()
 
     def _wait(self) -> None:
-        """Wait for the save in flight; if it went well, remove what it makes superfluous."""
+        """Wait for the save in flight; if it went well, remove the checkpoints that it makes superfluous."""
         # The error of the save is not raised here, by one client: the next save raises it, on all clients.
         handle, self._handle = self._handle, None
         if handle is not None and handle.wait() and handle.is_committed:

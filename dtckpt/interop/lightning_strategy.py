@@ -21,7 +21,7 @@ from dtckpt.format import tree as trees
 from dtckpt.interop.lightning import DtckptCheckpointIO, is_lightnings
 
 SHARDED = {"state_dict", "optimizer_states"}
-"""The keys of what every client has a part of."""
+"""The keys of values of which every client has a part."""
 
 
 def _package() -> str:
@@ -69,9 +69,9 @@ class DtckptModelParallelStrategy(_strategies.ModelParallelStrategy):  # type: i
         Collective: Over all clients.
 
         Args:
-            checkpoint: What Lightning saves. Of what is neither of the model, nor of an optimizer, nor a
-                `dtckpt.PerClient`, that of client 0.
-            filepath: Where; that of client 0.
+            checkpoint: Lightning's checkpoint, as a dict. All clients save the states of the model and the optimizers,
+                and each `dtckpt.PerClient`; client 0 alone saves the other values.
+            filepath: Where; client 0's path counts.
             storage_options: As for `DtckptCheckpointIO.save_checkpoint`.
         """
         failure: OSError | None = None
@@ -102,7 +102,7 @@ class DtckptModelParallelStrategy(_strategies.ModelParallelStrategy):  # type: i
             return loaded
         with open_checkpoint(path) as checkpoint:
             keys = [key for key, _ in (trees.items_of(checkpoint.structure) or ("", []))[1]]
-        # None takes what was saved.
+        # Each None is replaced by the saved value.
         target: dict[str, Any] = dict.fromkeys(key for key in keys if key not in SHARDED)
         target["state_dict"] = self.model
         is_training = bool(self.optimizers) and "optimizer_states" in keys

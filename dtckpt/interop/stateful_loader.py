@@ -7,7 +7,7 @@ each, the first k N of the permutation are gone, whatever N is. So M clients go 
     4 clients     0 1 2 3                        client 0 has taken a c, goes on with e g i k
     2 clients     0 1 0 1 0 1 0 1 0 1 0 1        client 1 has taken b d, goes on with f h j l
 
-The states are those of torchdata 0.11, with and without workers. The functions are pure; torchdata is not imported.
+The functions take states of torchdata 0.11, with and without workers. They are pure, and do not import torchdata.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _MAX_SEED = 1 << 63
 
 
 def resize_loader(values: ClientValues, client: int, num_clients: int) -> dict[str, Any]:
-    """Return the state of a client's ``StatefulDataLoader``, from those that another number of clients saved.
+    """Return the state of a client's ``StatefulDataLoader``, from the states that another number of clients saved.
 
     A rule for ``PerClient(loader, on_resize=resize_loader)``. Every sample of the epoch is drawn once, as far as the
-    sampler itself draws it once: a ``DistributedSampler`` may repeat some at the end. The data set must be one that is
-    indexed, without a state of its own, and client i must read the i-th, (i + n)-th, ... sample of n clients: by
+    sampler itself draws it once: a ``DistributedSampler`` may repeat some at the end. The data set must be indexed and
+    have no state. Client i must read the i-th, (i + n)-th, ... sample of n clients, by
     ``sampler=StatefulDistributedSampler(...)`` or PyTorch's ``DistributedSampler``. If the number of samples that were
     drawn is no multiple of ``num_clients``, the first clients have drawn one more than the others.
 
@@ -71,7 +71,7 @@ def _share(total: int, client: int, num_clients: int) -> int:
 
 
 def _main_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a state that has the sampler's: with workers, that of the last snapshot."""
+    """Return the part of a state that holds the sampler's state: with workers, from the last snapshot."""
     main: dict[str, Any] = state["_snapshot"]["_main_snapshot"] if "_snapshot" in state else state
     return main
 

@@ -48,12 +48,12 @@ class DtckptTrainer(Trainer):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, as ``Trainer.train``; True resumes from the newest checkpoint that is complete."""
         if resume_from_checkpoint is True:
-            # Trainer would take what a killed process has left of a checkpoint.
+            # Trainer would take a checkpoint that a killed process has not finished.
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir) or True
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save what is not in the weights. Collective: Over all clients."""
+        """Save the state of the optimizer, the scheduler and random numbers. Collective: Over all clients."""
         if not self._has_own_state():
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -71,7 +71,7 @@ class DtckptTrainer(Trainer):  # type: ignore[misc]
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Restore what was saved. Collective: With FSDP2 over all clients."""
+        """Restore the state of the optimizer and the scheduler. Collective: With FSDP2 over all clients."""
         if has_folder(checkpoint):
             restore(os.path.join(checkpoint or "", FOLDER), self._state(), options=PARTIAL)
         else:
@@ -85,7 +85,7 @@ class DtckptTrainer(Trainer):  # type: ignore[misc]
             super()._load_rng_state(checkpoint)
 
     def _state(self) -> dict[str, Any]:
-        # The weights are in files of their own, so the tree does not tell the names.
+        # The weights are in other files, so the tree does not tell the names.
         name_parameters(self.optimizer, self.model)
         state = {"optimizer": self.optimizer, "scheduler": self.lr_scheduler}
         return state | ({"model": self.model} if self._is_fsdp2() else {})
@@ -94,7 +94,7 @@ class DtckptTrainer(Trainer):  # type: ignore[misc]
         return bool(self.is_fsdp_enabled and self.accelerator.is_fsdp2)
 
     def _has_own_state(self) -> bool:
-        """Whether state is saved here, and not by a framework that keeps files of its own."""
+        """Whether state is saved here, and not by a framework, which writes other files."""
         return self._is_fsdp2() or self.accelerator.distributed_type.value in ("NO", "MULTI_CPU", "MULTI_GPU")
 
 
@@ -107,7 +107,7 @@ def last_complete_checkpoint(output_dir: str) -> str | None:
     """Return the path of the newest ``checkpoint-<step>`` that ``Trainer`` has finished; None if there is none."""
     steps = {}
     for path in Path(output_dir).glob("checkpoint-*"):
-        # What a process was killed in the middle of has no such file, or a part of one.
+        # A checkpoint that a killed process has not finished has no such file, or a part of one.
         with suppress(OSError, ValueError, TypeError):
             TrainerState.load_from_json(str(path / STATE_NAME))
             steps[int(path.name.partition("-")[2])] = str(path)

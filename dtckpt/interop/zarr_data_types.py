@@ -4,8 +4,8 @@ The package has them as entry points, too (group ``zarr.data_type``), each by it
 these entry points, but never load them; so there a program imports this module, or `dtckpt.interop.zarr_store`. It
 needs neither torch nor TensorStore.
 
-The names, the JSON of fill values and the bytes of elements are those of TensorStore and of the Zarr extensions. Zarr
-version 2 has no such types; TensorStore writes them there under the same names, and these classes read that, too.
+The names, the JSON of fill values and the bytes of elements follow TensorStore and the Zarr extensions. Zarr version 2
+has no such types; TensorStore writes them there under the same names, and these classes read that, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, kw_only=True)
 class ExtensionFloat(ZDType[Any, Any], HasItemSize):
-    """A floating-point type of ml_dtypes as a Zarr data type; base of those below. Its name is that of the dtype."""
+    """A floating-point type of ml_dtypes as a Zarr data type, named like the dtype; base of the classes below."""
 
     dtype_cls: ClassVar[Any]
     _zarr_v3_name: ClassVar[str]
@@ -82,10 +82,10 @@ class ExtensionFloat(ZDType[Any, Any], HasItemSize):
         """Return a number, or the text of one, as a scalar of the dtype.
 
         Raises:
-            TypeError: It is neither.
-            ValueError: It is the text of no number.
+            TypeError: The value is neither.
+            ValueError: The text is no number.
         """
-        # By way of a float: the types of ml_dtypes end the process at the text of no number.
+        # By way of a float: the types of ml_dtypes end the process if a text is no number.
         if isinstance(data, str):
             data = _WORDS[data] if data in _WORDS else float(data)
         if not self._check_scalar(data):
@@ -100,8 +100,8 @@ class ExtensionFloat(ZDType[Any, Any], HasItemSize):
         """Return the scalar of a fill value: a number, ``NaN``, ``Infinity``, ``-Infinity``, or its bits (``0x7fc0``).
 
         Raises:
-            TypeError: It is none of these.
-            ValueError: It is the text of no number.
+            TypeError: The value has another type.
+            ValueError: The text is no number.
         """
         if isinstance(data, str) and data.startswith("0x"):
             bits = int(data, 16).to_bytes(self.item_size, sys.byteorder)
@@ -184,7 +184,7 @@ DATA_TYPES: tuple[type[ExtensionFloat], ...] = (
 
 
 def register_data_types() -> None:
-    """Have zarr-python know `DATA_TYPES`; where another package has registered one of these names, that one stays."""
+    """Register `DATA_TYPES` with zarr-python; a name that another package has registered stays as it is."""
     for data_type in DATA_TYPES:
         if data_type._zarr_v3_name not in data_type_registry.contents:
             data_type_registry.register(data_type._zarr_v3_name, data_type)

@@ -1,9 +1,9 @@
 """`zarr_store`: a checkpoint as a read-only store of zarr-python.
 
-The store does not hand out what lies on storage. Its ``zarr.json`` follow from the manifest, whose digest was compared
-when it was opened; its chunks are read, decoded and verified by dtckpt. So it serves databases, compressed chunks,
-object stores and other libraries' files alike, and damage is an error where other stores give wrong elements, or zeros
-for a file that is lost.
+The store does not hand out files as they are on storage. Each ``zarr.json`` is made from the manifest, whose digest was
+compared at the opening; dtckpt reads, decodes and verifies the chunks. So the store serves databases, compressed
+chunks, object stores and other libraries' files alike. Damage is an error, where other stores give wrong elements, or
+zeros for a file that is lost.
 """
 
 from __future__ import annotations

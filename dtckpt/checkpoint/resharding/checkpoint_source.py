@@ -1,10 +1,10 @@
 """`CheckpointSource`: the elements of a checkpoint as the source of a save, read ahead in bounded memory.
 
 Each new chunk is made of the old chunks that it intersects. The source fills a window of neighbouring new chunks at
-once (`dtckpt.checkpoint.resharding.windows`), each in memory of its own, so that an old chunk is read once for each
+once (`dtckpt.checkpoint.resharding.windows`), each chunk in separate memory. So an old chunk is read once for each
 window and not once for each new chunk.
 
-A thread reads the next window while the chunks of this one are digested, and those of the windows before are written::
+A thread reads the next window while the chunks of this one are digested, and chunks of earlier windows are written::
 
     thread of the reader    | window 2 --> | window 3 --> |
     caller (digests)        | window 1 --> | window 2 --> |
@@ -52,7 +52,7 @@ class _Window:
     Args:
         elements: By the tensor's new name and the chunk's region, the elements of the chunks that are not yet fetched,
             in the new dtype.
-        shares: The window's shares in the content digests of tensors whose digest nobody knows yet, by tensor.
+        shares: The window's shares in the content digests of tensors whose digest is not known yet, by tensor.
     """
 
     elements: dict[tuple[str, Region], np.ndarray[Any, Any]]
@@ -106,7 +106,7 @@ class CheckpointSource:
         return elements
 
     def contents(self) -> Mapping[str, int]:
-        """Return, by name, the content digests of what was read, where the plan does not have them."""
+        """Return, by name, the content digests of the tensors that were read, where the plan does not have them."""
         return self._contents
 
     def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
@@ -152,7 +152,7 @@ class CheckpointSource:
             self._read_ahead()
 
     def _note_contents(self, window: _Window) -> None:
-        # Every window is taken once, so the shares are those of disjoint regions.
+        # Every window is taken once, so the shares belong to disjoint regions.
         for plan, share in window.shares.items():
             spec, itemsize = plan.spec, DTYPES[plan.spec.dtype].itemsize
             before = self._contents.get(spec.name, content_digest(0, spec.shape, itemsize))
@@ -177,7 +177,7 @@ class CheckpointSource:
 def _shares(
     chunks: Sequence[_Chunk], elements: Mapping[tuple[str, Region], np.ndarray[Any, Any]]
 ) -> Mapping[TensorPlan, int]:
-    """Return the shares of chunks in the content digests of the tensors whose digest nobody knows yet."""
+    """Return the shares of chunks in the content digests of the tensors whose digest is not known yet."""
     shares: dict[TensorPlan, int] = {}
     for plan, region in chunks:
         spec = plan.spec

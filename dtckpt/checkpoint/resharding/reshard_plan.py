@@ -28,7 +28,7 @@ NUM_WINDOWS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReshardedTensor:
-    """One tensor before and after resharding; bytes are those of its elements on storage."""
+    """One tensor before and after resharding; bytes count its elements on storage."""
 
     name: str
     shape: tuple[int, ...]
@@ -131,7 +131,7 @@ def plan_reshard(
 
 @lru_cache(maxsize=4096)
 def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Holding, ...]:
-    """Return the boxes of a layout as those of one writer; one object for equal arguments, as `plan_save` likes it."""
+    """Return the boxes of a layout, all held by one writer; one object for equal arguments, as `plan_save` likes it."""
     return tuple(Holding(holding.region, (0,)) for holding in holdings_of(layout, shape))
 
 
@@ -159,8 +159,8 @@ def _describe(info: TensorInfo, plan: TensorPlan) -> ReshardedTensor:
 class Budget:
     """The shares of ``max_memory``: one for stored chunks that are read, four for windows of new chunks.
 
-    The four are the window that is being read, the window whose chunks are handed to storage, the window before it,
-    whose chunks are being written, and these chunks as they are encoded for storage.
+    The first of the four windows is being read. The second hands its chunks to storage, and the chunks of the third are
+    being written. The fourth share is for these chunks as they are encoded for storage.
 
     Args:
         largest: Bytes of the largest stored chunk; its verification may need all of it, even if a part is wanted.

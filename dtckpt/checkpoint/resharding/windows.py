@@ -67,7 +67,7 @@ class Windows:
         line: Chunks in a line; a window ends where its line ends.
         length: Chunks of a window, of which a line has one or more.
         nbytes: Bytes of a window.
-        amplification: Bytes that are read to fill all windows, by those of the tensor.
+        amplification: Bytes that are read to fill all windows, by the tensor's bytes.
     """
 
     line: int
@@ -83,7 +83,7 @@ class Windows:
         Args:
             grid: The tensor's shape and new chunks.
             itemsize: Bytes of an element in memory.
-            units: What storage is read in.
+            units: The units in which storage is read.
             max_nbytes: Bound on the bytes of a window; one of a single chunk may exceed it.
         """
         found = list(_candidates(grid, itemsize, units, max_nbytes))

@@ -3,7 +3,7 @@
 All workers compute the same plan, so each knows its chunks. They share one directory under construction, whose name is
 a digest of the result. A worker that has written its chunks, durably, leaves a mark in its folder. The worker that then
 finds the marks of all workers commits. Workers that write share the directory's lock; the one that commits has it
-alone. If a worker is killed at any time, its own part is lost at most: a part without a mark is written again, marks
+alone. If a worker is killed at any time, its own part is lost at most. A part without a mark is written again, marks
 stay, and the checkpoint appears whole or not at all.
 
 The state of the directory, which survives any crash:
@@ -51,7 +51,7 @@ _DIGEST_NBYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One of several workers.
+    """A worker among several.
 
     Args:
         index: Number of the worker, from 0.

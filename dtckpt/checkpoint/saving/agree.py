@@ -1,4 +1,4 @@
-"""Agree on what a save writes: each client describes what it passes, all vote, and all plan the union.
+"""Agree on the content of a save: each client describes its state, all vote, and all plan the union.
 
 A barrier's payload is small, so a client votes with a `Summary`: digests of its description and of its tree. If the
 digests of all clients are equal, all of them plan the same. Otherwise they read each other's texts, and plan the union.
@@ -6,8 +6,8 @@ The first of all clients with the same text shows it to the others. A save does 
 which every client reads once; the local tier by a server on each client::
 
     client_0/description.json    the tensors of clients 0, 1, ...
-    client_0/tree.json           their plain values
-    client_4/description.json    those of clients 4, 5, ...
+    client_0/tree.json           the plain values of clients 0, 1, ...
+    client_4/description.json    the tensors of clients 4, 5, ...
 
 The plan of such a union is kept. When the very same clients save the same structures again, they exchange no
 descriptions: all say in their first round that they have the plan. Only the leader reads the trees then, as it merges.
@@ -52,14 +52,14 @@ Stage = Callable[[State, SavePlan], State]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposal:
-    """What one client passes to a save, and what it expects that all clients write.
+    """One client's state for a save, and its guess at the plan of all clients.
 
     Args:
         state: The client's state, in the tensors' own memory.
         options: See `SaveOptions`.
         text: The client's description.
         digest: Digest of the description.
-        plan: What all clients write, if the others pass what this client expects.
+        plan: The plan of the save, if this client guesses the others' states right.
         staged: The staged state, or the error of this client's staging, on which no round depends.
     """
 
@@ -72,8 +72,8 @@ class Proposal:
 
     @classmethod
     def of(cls, state: State, clients: tuple[int, ...], options: SaveOptions) -> Proposal:
-        """Describe and plan a state. The others probably pass what they passed before, or what this client does."""
-        # Alone, a client compares its description with nobody's.
+        """Describe a state, and guess the plan: the others probably pass the same as last time, or as this client."""
+        # A client alone has no other description to compare with.
         text, digest = described(state.specs, state.values) if len(clients) > 1 else (b"", 0)
         return cls(state, options, text, digest, _latest_union(digest) or _plan_if_same(state, clients, options))
 
@@ -148,7 +148,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Agreement:
-    """What follows from the summaries of all clients, the same on every client.
+    """The result of comparing the summaries of all clients; the same on every client.
 
     Args:
         token: The attempt's token.
@@ -208,13 +208,13 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Agreed:
-    """What all clients of a save have agreed on, as one of them has it.
+    """The agreed plan of a save, with one client's staged state.
 
     It does not refer to the caller's tensors if the state was staged.
 
     Args:
-        agreement: What the clients said of what they save.
-        plan: What all clients write.
+        agreement: The result of the vote.
+        plan: The plan of all clients.
         staged: This client's staged state, or the error of its staging, on which no round depends.
         payloads: Every client's payload of the first round.
     """
@@ -242,7 +242,7 @@ def agree(
     show: Callable[[Proposal, Agreement], None] | None = None,
     summary_of: Callable[[bytes], bytes] = bytes,
 ) -> Agreed:
-    """Agree with the other clients on what is saved, and stage it while they are waited for.
+    """Agree with the other clients on the plan of a save, and stage the state while waiting for them.
 
     Collective: Round ``begin``; and ``described`` and ``united`` where clients save different things for the first
     time. Only `Agreed.staged` says whether this client could stage its state.
@@ -264,7 +264,7 @@ def agree(
     agreement = Agreement.of({client: summary_of(data) for client, data in payloads.items()})
     plan = _agreed_plan(collective, agreement, proposal, read, show)
     if plan is not proposal.plan:
-        # What was staged while the others were waited for is not what this client writes.
+        # The state was staged by the guessed plan, and the agreed plan differs.
         proposal = replace(proposal, plan=plan, staged=None).staged_by(stage)
     assert proposal.staged is not None  # noqa: S101  the state, or an error
     return Agreed(agreement, plan, proposal.staged, payloads)
@@ -277,7 +277,7 @@ def _agreed_plan(
     read: ReadText,
     show: Callable[[Proposal, Agreement], None] | None,
 ) -> SavePlan:
-    """Return the plan of what all clients pass. If it is new, they read each other's texts, and keep the plan."""
+    """Return the plan of all clients. If it is new, the clients read each other's texts, and keep the plan."""
     if agreement.is_same:
         return _plan_if_same(proposal.state, collective.participants, proposal.options)
     if not agreement.needs_exchange:
@@ -324,7 +324,7 @@ def put_text(attempt: CommitAttempt, client: int, name: str, groups: Groups, dat
         return
     folder = attempt.folder / client_folder(client)
     with translate_errors(f"write {name}", folder):
-        # A client that sees another file system than the leader would write where nobody reads.
+        # A client that sees another file system than the leader would write files that the others cannot read.
         attempt.validate(client)
         folder.make()
         # Not synced: it is read once, and removed before the commit.
@@ -350,7 +350,7 @@ def read_text(root: Folder, name: str, client: int, digest: int) -> bytes:
 
 
 def read_all(name: str, groups: Groups, read: ReadText) -> Texts:
-    """Return the different texts of all clients. Raises: What ``read`` raises."""
+    """Return the different texts of all clients. Raises: The errors of ``read``."""
     # By lowest client, on every client alike: the order decides the order of keys in the union.
     return {
         clients: read(name, clients[0], digest) for digest, clients in sorted(groups.items(), key=lambda item: item[1])
@@ -369,17 +369,17 @@ def unite_trees(texts: Texts) -> bytes:
 
 
 def plan_union(descriptions: Texts, texts: Texts, options: SaveOptions) -> SavePlan:
-    """Return the plan of the union of what clients pass; the same on every client.
+    """Return the plan of the union of the clients' states; the same on every client.
 
     Args:
         descriptions: The different descriptions.
-        texts: The different trees, which are checked, and say what differs by client.
+        texts: The different trees, which are checked, and name the paths of `dtckpt.PerClient` values.
         options: Of these, ``keys`` and ``chunk_nbytes`` count.
 
     Raises:
         ComponentError: Clients disagree on a tensor.
         SaveDisagreementError: Clients pass different plain values, or names that ``options.keys`` does not allow, or
-            nobody passes a part of a tensor.
+            no client passes a part of a tensor.
         TensorNameError: A name cannot be stored beside one of another client.
     """
     parsed = {clients: Description.from_bytes(data) for clients, data in descriptions.items()}

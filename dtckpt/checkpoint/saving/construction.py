@@ -1,10 +1,10 @@
-"""Build a checkpoint on storage: begin or join an attempt, keep it alive, merge what all wrote, commit or abandon it.
+"""Build a checkpoint on storage: begin or join an attempt, keep it alive, merge all parts, commit or abandon it.
 
 ::
 
     leader            begin, keep alive --- write --- merge --- commit
     other clients     join ---------------- write
-    a failure         the leader abandons the attempt; the others sweep what they wrote too late
+    a failure         the leader abandons the attempt; the others sweep files that they wrote too late
 
 Clients that save together, ranks that save through DCP and workers that reshard all build in this way. How they meet in
 between is their own: at barriers, in DCP's collectives, or on storage.
@@ -29,7 +29,7 @@ from dtckpt.storage.zarr_files import validate_kind
 
 
 def validate_target(target: CommitTarget, options: SaveOptions, codecs: Iterable[str]) -> None:
-    """Check that a save may write at a target, and that storage there can hold what it writes.
+    """Check that a save may write at a target, and that storage there supports ``options.kvstore`` and the codecs.
 
     Raises:
         ConfigError: Storage there has no such kind of checkpoint, or no such codec.
@@ -67,7 +67,7 @@ class Construction:
         return self._target
 
     def build_at(self, target: CommitTarget) -> None:
-        """Set the target of what this client leads or joins."""
+        """Set the target of the attempt that this client leads or joins."""
         self._target = target
 
     def lead(self, number: int, incarnation: int) -> str:
@@ -99,7 +99,7 @@ class Construction:
 
     @contextmanager
     def removed_on_failure(self) -> Iterator[None]:
-        """Remove what is under construction if the work inside fails."""
+        """Remove the files under construction if the work inside fails."""
         try:
             yield
         except BaseException as error:
@@ -122,12 +122,12 @@ class Construction:
         working_files: Sequence[str] = (),
         markers: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """Make one checkpoint of what all clients wrote. Called by the leader.
+        """Make one checkpoint of all clients' parts. Called by the leader.
 
         Args:
-            merge: What they wrote.
+            merge: The parts.
             options: See `SaveOptions`.
-            working_files: Files in the clients' folders that no reader needs, beside those of `ClientWriter`.
+            working_files: Files in the clients' folders that no reader needs, beside the files of `ClientWriter`.
             markers: As for `CommitAttempt.commit`.
 
         Raises:
@@ -137,14 +137,14 @@ class Construction:
         assert attempt is not None  # noqa: S101  the leader has begun it
         with self.takeover_explained():
             merge.run(attempt, options)
-            # Before the commit: after it the folder is the checkpoint, and nobody changes it.
+            # Before the commit: after it the folder is the checkpoint, which does not change any more.
             clients, has_moves = sorted(merge.chunk_lists), merge.plan.has_moves
             remove_working_files(attempt.folder, clients, has_moves=has_moves, names=working_files)
         # The folder moves with the commit: then it would look taken over.
         attempt.commit(overwrite=options.overwrite, is_durable=options.fsync, markers=markers)
 
     def abandon(self) -> None:
-        """Remove what is under construction; harmless after a commit."""
+        """Remove the files under construction; harmless after a commit."""
         with self._alive:
             if self.led is not None:
                 self.led.abandon()
@@ -161,7 +161,7 @@ class Merge:
     """The parts of all clients of a save, and the facts that make them one checkpoint.
 
     Args:
-        plan: What the clients were to write.
+        plan: The plan that the clients followed.
         chunk_lists: Digest of every client's chunk list, by client.
         tree: The state tree, as JSON.
         job: Name of the job.

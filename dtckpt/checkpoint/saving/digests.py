@@ -26,8 +26,8 @@ MIN_NBYTES = 1 << 20
 WAITING_NBYTES = 32 << 20
 """Bound on the bytes of elements made for a save that wait to be digested."""
 GATHERED_NBYTES = 128 << 10
-"""The chunks of a tensor of at most so many bytes are put together before their content is digested, where their rows
-are shorter than the tensor's: the call for each chunk would take longer than its elements."""
+"""A tensor of at most so many bytes is put together from its chunks before its content is digested, if the rows of
+chunks are shorter than the tensor's rows. A call for each chunk would take longer than its elements."""
 _NICENESS = 5
 """Of the digests' thread: writing goes first, so that storage gets the chunks early, and digests fill its waits."""
 
@@ -171,7 +171,7 @@ def _is_gathered(plan: TensorPlan) -> bool:
 
 @contextmanager
 def chunk_digester(*, has_thread: bool, with_content: bool) -> Iterator[ChunkDigester]:
-    """Open a digester, for a context. With ``has_thread`` it digests large chunks in a thread of its own."""
+    """Open a digester, for a context. With ``has_thread`` it digests large chunks in a separate thread."""
     if not has_thread:
         yield ChunkDigester(None, with_content=with_content)
         return

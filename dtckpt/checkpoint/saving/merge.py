@@ -32,7 +32,7 @@ VALUES_CURE = (
     "wrap what differs by client in dtckpt.PerClient; SaveOptions(check_replicas={pattern: False}) saves the lowest "
     "client's"
 )
-"""What errors advise where clients pass different tensors that are no parameters."""
+"""Advice in errors where clients pass different tensors that are no parameters."""
 
 
 def merge_clients(
@@ -53,14 +53,14 @@ def merge_clients(
         announced: Digest of every client's chunk list, by client.
         manifest: The manifest without its arrays.
         is_durable: Whether to fsync.
-        contents: Content digests, by name, that the stored tensors must have, besides those of the plan.
+        contents: Content digests, by name, that the stored tensors must have, besides the digests in the plan.
         document_writers: The clients that shared the writing of the documents; default: all.
 
     Returns:
         The complete manifest, as written.
 
     Raises:
-        CheckpointCorruptError: A client did not write as planned, or a tensor does not hold what it must.
+        CheckpointCorruptError: A client did not write as planned, or a tensor's content digest is not as expected.
         ReplicaMismatchError: Copies of one value differ between clients.
         StorageError: Storage refused.
     """
@@ -111,7 +111,7 @@ def _entries(
             raise CheckpointCorruptError(f"client {client} did not write as planned; nothing was committed, save again")
         digests[chunks] = np.array(chunk_list.digests, np.uint64)
         if len(chunk_list.contents) == tensors.size:
-            # A tensor's content is the exclusive or of the shares of its chunks, whoever wrote them.
+            # A tensor's content is the exclusive or of the shares of its chunks; their writers do not matter.
             contents[tensors] ^= np.array(chunk_list.contents, np.uint64)
         else:
             has_content = False

@@ -39,7 +39,7 @@ ASSEMBLED_STEPS_PER_BOX = 8
 
 
 class Copies(StrEnum):
-    """What a save does where clients hold different copies of one value."""
+    """A save's rule for different copies of one value on several clients."""
 
     EQUAL = "equal"
     """It is refused."""
@@ -70,7 +70,7 @@ class TensorSpec:
         layout: Layout to be recorded; None for a plain tensor, or a slice of a larger one.
         content: Content digest that the stored elements must have, if it is known already.
         codec: The compression of chunks.
-        copies: What happens where copies of a box differ.
+        copies: The rule where copies of a box differ.
         is_parameter: Whether it is a parameter, or of the state of one: errors then tell how to save parts of it.
     """
 
@@ -150,7 +150,7 @@ class TensorPlan:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Row-major numbers of the chunks that nobody holds."""
+        """Row-major numbers of the chunks that no client holds."""
         return tuple(np.flatnonzero(self.owners == NO_CLIENT).tolist())
 
 
@@ -208,7 +208,7 @@ class SavePlan:
     def moves(self, source: int, owner: int) -> Iterator[tuple[int, int, Region]]:
         """Yield index of the tensor, number of the chunk, and region of every piece that ``source`` sends to ``owner``.
 
-        The order is fixed: it is that of the elements in the file that the source writes.
+        The pieces come in the order of their elements in the file that the source writes.
         """
         for position, tensor in enumerate(self.tensors):
             for number, pieces in tensor.pieces.items():
@@ -277,7 +277,7 @@ def plan_save(
     merged = _merge_slices(specs)
     paths = array_paths(merged)
     loads: dict[int, int] = {}
-    # Most tensors of a model are like others; those of the same shape, dtype and holders share a draft.
+    # Most tensors of a model are like others; tensors of the same shape, dtype and holders share a draft.
     drafts_by_kind: dict[tuple[int, tuple[int, ...], str, bool], _Draft] = {}
     drafts: list[_Draft] = []
     listed = [spec for _, spec in sorted(merged.items())]
@@ -302,7 +302,7 @@ def plan_save(
     # loads in a heap get stale: an entry is renewed when it comes to the top. Loads only grow, so no other entry that
     # is less loaded lies below it.
     heaps: dict[int, list[tuple[int, int]]] = {}
-    # The largest first, as the small ones even out what is left; of equal ones the first, so that all clients deal
+    # The largest chunks first, as small ones then even out the loads; equal chunks in order, so that all clients deal
     # alike.
     for negative_nbytes, position, number, clients in sorted(shared):
         heap = heaps.get(id(clients)) or heaps.setdefault(id(clients), [(0, client) for client in clients])
@@ -322,7 +322,7 @@ def with_owners(plan: SavePlan, owners: npt.NDArray[np.int32]) -> SavePlan:
 
     Args:
         plan: A plan without split chunks.
-        owners: The owner of each chunk of all tensors, `NO_CLIENT` where nobody holds the chunk.
+        owners: The owner of each chunk of all tensors, `NO_CLIENT` where no client holds the chunk.
     """
     owners.flags.writeable = False
     tensors = tuple(
@@ -345,7 +345,7 @@ def plan_part(
     assembler: int,
     topic: bytes,
 ) -> SavePlan:
-    """Plan what one client writes, which knows the chunks of its tensors, but not what other clients hold.
+    """Plan the chunks of one client, which knows the chunks of its tensors, but not the boxes of other clients.
 
     Args:
         specs: The tensors that it holds boxes of, with these boxes only.
@@ -420,7 +420,7 @@ class _Draft:
 
     Args:
         grid: See `TensorPlan`, as for ``owners`` and ``pieces``.
-        shared: For each chunk without an owner yet, by number: its bytes, and the clients of which one will own it.
+        shared: For each chunk without an owner yet, by number: its bytes, and the clients that could own it.
         loads: Bytes of the chunks that have an owner, by client.
     """
 

@@ -1,4 +1,4 @@
-"""Compare replicas by digests: a client compares its own copies of a value, and the leader those of all clients.
+"""Compare replicas by digests: a client compares its own copies of a value, the leader the copies of all clients.
 
 The digest of a copy of a box is made of the digests of its parts, one for each chunk that the box intersects. A client
 that writes a chunk digests it anyway, so its own copy costs nothing more.
@@ -26,7 +26,7 @@ logger = logging.getLogger("dtckpt.checkpoint")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copy:
-    """One of a client's copies of a box.
+    """A client's copy of a box, of which it may have several.
 
     Args:
         elements: The elements, an array of the box's shape; None if they were digested and not kept.

@@ -1,8 +1,8 @@
-"""Which copies of tensors may differ between clients, by what holds the tensors and by the options of a save.
+"""Which copies of tensors may differ between clients, by the object that holds them and by the options of a save.
 
-Data parallelism keeps parameters equal on all clients, and leaves buffers to each: the running statistics of a
-BatchNorm are those of the batches that a client has seen. So a difference between parameters is a defect, and one
-between such buffers is none.
+Data parallelism keeps parameters equal on all clients, and leaves buffers to each: a BatchNorm has running statistics
+of the batches that its client has seen. So a difference between parameters is a defect, and a difference between such
+buffers is not.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Role(NamedTuple):
 class Roles:
     """The roles of the tensors in the states of modules and optimizers."""
 
-    # By id, with what stands in the state, so that nothing else gets its id.
+    # By id, with the tensor itself, so that no other object gets its id.
     _parameters: dict[int, Any] = field(default_factory=dict)
     _own_buffers: dict[int, Any] = field(default_factory=dict)
 
@@ -129,7 +129,7 @@ class ReplicaRules:
         self._rules = options.replica_rules
 
     def choose(self, name: str, role: Role) -> Copies:
-        """Return what happens where copies of a tensor differ."""
+        """Return the rule for different copies of a tensor."""
         chosen = next((is_equal for pattern, is_equal in self._rules if fnmatchcase(name, pattern)), None)
         if chosen is None:
             return Copies.NOTED if role.may_differ else Copies.EQUAL

@@ -1,4 +1,4 @@
-"""`SaveReport`: what a save cost on one client, phase by phase."""
+"""`SaveReport`: the cost of a save on one client, phase by phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class SaveReport:
 
     Args:
         path: The checkpoint.
-        nbytes: Bytes of tensor data in it, those of all clients.
+        nbytes: Bytes of tensor data in it, from all clients.
         phases: Cost of each phase on this client, by name: ``plan``; ``edges`` (handing over pieces of chunks that
             shards of several clients share, where there are such chunks); ``write`` (with digests); ``merge`` (on the
             leader, with the commit); and ``barrier``, the wait for the others, which is in no other phase.

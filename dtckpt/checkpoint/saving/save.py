@@ -1,8 +1,8 @@
 """`save`: write a state tree as one checkpoint, together with all clients of the job.
 
-A save is a `SaveAttempt`, as one client goes through it. `SaveAttempt.begin` ends when all clients agree on what is
-saved, and returns a `BegunSave`; `BegunSave.complete` does the rest, also in another thread: write, merge, commit. The
-drawing in `dtckpt.checkpoint.collective` shows both.
+Each client runs a save as a `SaveAttempt`. `SaveAttempt.begin` ends when all clients agree on the plan, and returns a
+`BegunSave`. `BegunSave.complete` does the rest, also in another thread: write, merge, commit. The drawing in
+`dtckpt.checkpoint.collective` shows both.
 """
 
 from __future__ import annotations
@@ -60,25 +60,25 @@ def save(
 ) -> SaveReport:
     """Save a state tree as the checkpoint at ``path``.
 
-    Clients may pass different keys: the checkpoint is the union of what they pass. A key is saved by all who pass it,
-    and must be the same there: a tensor of one shape and dtype, whose shards are equal or apart, or one plain value. A
-    tensor on a slice of a mesh is one tensor with those of the same name on the other slices.
+    Clients may pass different keys: the checkpoint is the union of their trees. All clients that pass a key save it,
+    and it must be the same on them. It is either a tensor of one shape and dtype, whose shards are equal or apart, or
+    one plain value. Tensors of one name on several slices of a mesh are one tensor.
 
-    Collective: Over all clients of the job, or those of ``group``; barriers ``save/begin``, ``save/written`` and
+    Collective: Over all clients of the job, or of ``group``; barriers ``save/begin``, ``save/written`` and
     ``save/merged`` (and ``save/edges`` where unevenly nested shards share chunks; ``save/described`` and
     ``save/united`` where clients pass different things for the first time). Every client returns, or every
-    client raises the same error. After an error the path holds what it held before; or, if a client was lost or
-    storage failed during the commit, the new checkpoint. It never holds anything else.
+    client raises the same error. After an error the path is unchanged; or, if a client was lost or storage failed
+    during the commit, it holds the new checkpoint. The path never holds anything else.
 
     Blocks: On storage, and on the slowest client, at each barrier at most ``options.timeout_s`` seconds; before that,
-    on a `save_async` in flight. If that save failed and nobody has looked at its error, the error is raised here, and
-    nothing is saved.
+    on a `save_async` in flight. If that save failed and the caller has not seen its error, this call raises the error
+    and saves nothing.
 
     Args:
         path: Directory of the checkpoint, whose parents are made; or a URL.
         tree: Nested containers of DTensors (also PyTorch's), tensors (a copy on every client that passes them, or parts
             as `Shards`), plain values, and objects with ``state_dict()`` and ``load_state_dict()``. Containers are
-            dicts, lists, tuples, those of `collections`, namespaces, named tuples and dataclasses; see
+            dicts, lists, tuples, types of `collections`, namespaces, named tuples and dataclasses; see
             docs/checkpointing.md.
         options: See `SaveOptions`.
         step: The step of the training run, from 0 on, which tells which save this is. Clients compare it, so that a
@@ -92,14 +92,14 @@ def save(
         CheckpointExistsError: There is something at the path; ``options.overwrite`` replaces a checkpoint.
         TreeError: The tree holds something that cannot be saved.
         TensorNameError: A key cannot be part of a tensor's name.
-        DTypeError: A tensor's dtype cannot be stored, or the tensor is not dense memory of its own.
-        SaveDisagreementError: Clients pass different values under one key; or nobody passes a part of a tensor; or,
+        DTypeError: A tensor's dtype cannot be stored, or its elements do not lie in dense memory.
+        SaveDisagreementError: Clients pass different values under one key; or no client passes a part of a tensor; or,
             with ``SaveOptions(keys="same")``, some clients lack a key; or clients are at different saves. Nothing is
             committed then, and the next save finds them level.
         ComponentError: Clients disagree on a tensor's shape, dtype or layout.
         ReplicaMismatchError: Copies of one value differ; see `SaveOptions.check_replicas`, `Shards` and `PerClient`.
         MeshError: ``group`` lacks this client, or names one that the job does not have.
-        ConfigError: The step is none.
+        ConfigError: ``step`` is negative or not an integer.
         ClientLostError: A client died.
         BarrierTimeoutError: A client did not arrive in time.
         StorageError: Storage refused; `StorageFullError` and `StoragePermissionError` are its common cases.
@@ -138,7 +138,7 @@ def save_state(
         path: Where the checkpoint will be.
         collect: Returns this client's description of the state; its errors reach all clients.
         options: See `SaveOptions`.
-        coordination: The connection to the other clients; default: that of this process.
+        coordination: The connection to the other clients; default: this process's connection.
         participants: The clients that save; default: all of the job.
         step: Which save this is; see `save`.
     """
@@ -191,7 +191,7 @@ class SaveAttempt:
         self._follow_link = follow_link
 
     def begin(self) -> BegunSave:
-        """Plan, agree with the other clients on what is saved, and stage.
+        """Plan, agree on the plan with the other clients, and stage.
 
         Collective: Barrier ``save/begin``; and ``save/described`` and ``save/united`` where clients save different
         things for the first time.
@@ -232,7 +232,7 @@ class SaveAttempt:
 
     def _propose(self, construction: Construction) -> tuple[Proposal, bytes]:
         """Describe and plan the state; on the leader, begin to build. Return this client's vote, too."""
-        # If the last save failed in the background and nobody has looked, its error is raised here, on all clients.
+        # If the last save failed in the background and the caller has not seen it, all clients raise its error here.
         save_handle.raise_unseen_failure()
         # Resolved here: a save in the background keeps its path when the process changes its working directory.
         target = commit.commit_target_of(location_of(self._path, follow_link=self._follow_link))
@@ -240,17 +240,17 @@ class SaveAttempt:
         proposal = Proposal.of(self._collect(), self.collective.participants, self._options)
         token = ""
         if self.collective.is_leader:
-            # Before the attempt begins: a save that is refused must not take away what another one has under
+            # Before the attempt begins: a save that is refused must not remove another save's files under
             # construction.
             validate_target(target, self._options, (spec.codec for spec in proposal.state.specs))
             token = construction.lead(self._member.attempt, self._member.incarnation)
         return proposal, proposal.summary(str(target.where), token).to_bytes()
 
     def _copy(self, state: State, plan: SavePlan) -> State:
-        """Stage the state while the others are waited for: the copy hides the wait.
+        """Stage the state while waiting for the others: the copy hides the wait.
 
-        A state that is not staged is read later, by threads on streams of their own; so the work that fills it on
-        cards must have ended.
+        Without staging, other threads read the state later, on other streams; so the GPU work that fills it must have
+        ended.
         """
         if self._stage is not None:
             with self.collective.phases.measure("stage"):
@@ -275,8 +275,8 @@ class BegunSave:
         job: Name of the job.
         extra_files: Files, by name, that the leader adds to the checkpoint.
         collective: The operation, after its first round.
-        agreed: What all clients have agreed on.
-        construction: What this client has under construction.
+        agreed: The agreed plan, and this client's staged state.
+        construction: The checkpoint under construction, on this client's side.
     """
 
     path: str | Location
@@ -328,10 +328,10 @@ class BegunSave:
         return Written(digest, self.collective.phases.costs).to_bytes()
 
     def _commit(self, payloads: Mapping[int, bytes]) -> None:
-        """On the leader, make one checkpoint of what all clients wrote; on the others, do nothing.
+        """On the leader, make one checkpoint of all clients' parts; on the others, do nothing.
 
         Args:
-            payloads: What each client said when it had written its part.
+            payloads: Each client's `Written`, as bytes.
         """
         construction, agreement = self.construction, self.agreed.agreement
         if construction.led is None:

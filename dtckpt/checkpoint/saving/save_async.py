@@ -42,7 +42,7 @@ def save_async(
     copies that wait to be written are bounded, and the call also writes all but the last of them.
 
     One save at a time is in flight in a process: a further `save_async` or `save`, or a restore over several clients,
-    waits for it. If a save fails and nobody looks at its handle, the next `save_async` or `save` raises its error. A
+    waits for it. If a save fails and its handle has not raised the error, the next `save_async` or `save` raises it. A
     process that exits commits its save first; a process that is killed leaves the old checkpoint or the new one. A
     forked process does not take part in the save, which goes on in its parent.
 
@@ -61,7 +61,7 @@ def save_async(
     Raises:
         CoordinationError: The save in flight did not end in time.
         DtckptError: An error of `dtckpt.save` that is found before anything is written; or the error of the last save,
-            if nobody has looked at it.
+            if its handle has not raised it.
 
     >>> import tempfile, torch, dtckpt
     >>> path, weight = tempfile.mkdtemp() + "/step_1", torch.ones(3)

@@ -2,8 +2,8 @@
 
 More would bring nothing: the saves of a job run one after the other anyway, and share one block of staging memory.
 
-A failure that nobody looked at is not lost. The next save raises it inside its first round, so that all clients raise
-it together, also those where somebody did look. When the process exits, the failure is logged.
+A failure that the caller has not seen is not lost. The next save raises it inside its first round, so that all clients
+raise it together, also clients whose callers have seen it. When the process exits, the failure is logged.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class SaveHandle:
         return self._report is not None
 
     def raise_unseen_failure(self) -> None:
-        """Raise the save's error, if it failed and nobody has looked yet."""
+        """Raise the save's error, if it failed and the caller has not seen the error yet."""
         if self._has_unseen_failure:
             self.result()
 
@@ -127,7 +127,7 @@ class SaveHandle:
         return self._failure
 
     def forgive(self) -> None:
-        """Let nobody raise the save's error any more."""
+        """Mark the save's error as seen: `raise_unseen_failure` does not raise it any more."""
         self._has_unseen_failure = False
 
     @property
@@ -164,7 +164,7 @@ class SaveHandle:
         self._ended.set()
 
     def launch(self, work: Callable[[], SaveReport], locks: ExitStack, then: Callable[[SaveHandle], object]) -> None:
-        """Do the save's work in a thread of its own, then release the locks, then call ``then``.
+        """Do the save's work in a new thread, then release the locks, then call ``then``.
 
         Args:
             work: Writes and commits.
@@ -179,7 +179,7 @@ class SaveHandle:
                 self._run(work)
                 del work  # and with it the staged state, before the next save may stage its own
             try:
-                # Without the locks: other saves need not wait for what follows this one, such as the removal of old
+                # Without the locks: other saves need not wait for work after this one, such as the removal of old
                 # checkpoints.
                 then(self)
             finally:
@@ -230,13 +230,13 @@ def wait_until_free(timeout_s: float) -> None:
 
 
 def raise_unseen_failure() -> None:
-    """Raise the error of the latest save, if it failed and nobody has looked yet."""
+    """Raise the error of the latest save, if it failed and the caller has not seen the error yet."""
     if _latest is not None:
         _latest.raise_unseen_failure()
 
 
 def _wait_at_exit() -> None:
-    """Let saves in flight commit before the process ends; log failures that nobody looked at."""
+    """Let saves in flight commit before the process ends; log failures that the caller has not seen."""
     if _latest is None or fork_guard.is_forked():  # the save of a forked process goes on in its parent only
         return
     waited = {_latest}

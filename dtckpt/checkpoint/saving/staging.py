@@ -3,9 +3,8 @@
 Replicas that other clients write are needed for the comparison only: they are digested where they are, which is faster
 than a copy.
 
-The staging memory is one block. A save of the same structure uses it again. That matters: new memory costs a page
-fault per page, more than the copy itself. Tensors on a card are copied into page-locked memory, on a stream of their
-own.
+The staging memory is one block. A save of the same structure uses it again. Reuse matters: new memory costs a page
+fault per page, more than the copy itself. Tensors on a GPU are copied into page-locked memory, on a separate stream.
 
 Bounded staging (`stage_in_buckets`) needs no block. Elements are copied when the writer asks for them, and a bounded
 number of bytes wait for storage. The call of `save_async` returns when the last element is copied. Until then its
@@ -68,9 +67,9 @@ class StagingMemory:
     ) -> State:
         """Copy the elements that a client will write; with ``with_copies``, digest every copy of a value that it holds.
 
-        Copies of values on a card are staged, to be digested later.
+        Copies of values on a GPU are staged, to be digested later.
 
-        Blocks: On the copies and digests; for tensors on a card, on the work that the current stream has still to do.
+        Blocks: On the copies and digests; for tensors on a GPU, on the work that the current stream has still to do.
 
         Args:
             state: The state to be saved.
@@ -177,14 +176,14 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
     pairs = list(zip(targets, sources, strict=True))
     with ExitStack() as copying:
         for device in sorted({source.device for source in sources if source.is_cuda}, key=str):
-            # SideStreams the work that the current stream gets from now on, but after what it has already.
+            # A side stream: the copy waits for the work that the current stream has already, not for later work.
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream(device))
             copying.callback(stream.synchronize)
             with torch.cuda.stream(stream):
                 for target, source in pairs:
                     if source.device == device:
-                        # What is to be conjugated or negated is so on the host, when it is there.
+                        # A conjugate or negative view is resolved on the host after the copy, so this copy blocks.
                         target.copy_(source, non_blocking=not (source.is_conj() or source.is_neg()))
         on_host = [pair for pair in pairs if not pair[1].is_cuda]
         if on_host:
@@ -255,7 +254,7 @@ class BucketSource(Source):
     def _copy(self, name: str, region: Region) -> np.ndarray[Any, Any]:
         for box, copies in self._memory.parts(name):
             if box.contains(region):
-                # Of a tensor on a card only this region goes to the host.
+                # Of a tensor on a GPU only this region goes to the host.
                 view = copies[0].detach()[region.relative_to(box).slices()]
                 elements = host_array(view)
                 return elements if is_elsewhere(view) else elements.copy()
@@ -269,7 +268,7 @@ class BucketSource(Source):
 def stage_in_buckets(state: State, plan: SavePlan, client: int, *, with_copies: bool, nbytes: int) -> State:
     """Prepare to copy the elements that a client will write; with ``with_copies``, digest every copy of a value.
 
-    Blocks: On the digests; for tensors on a card, on the work that the current stream has still to do.
+    Blocks: On the digests; for tensors on a GPU, on the work that the current stream has still to do.
 
     Args:
         state: The state to be saved.

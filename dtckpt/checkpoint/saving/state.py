@@ -174,7 +174,7 @@ class MemorySource:
         self._host: dict[int, np.ndarray[Any, Any]] = {}
 
     def synchronize(self) -> None:
-        """Wait for the work of the current streams on cards: other threads read the tensors on streams of their own."""
+        """Wait for the work of the current streams on GPUs: other threads read the tensors on other streams."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
             tensors = (copy for boxes in self._parts.values() for _, copies in boxes for copy in copies)
             for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
@@ -209,7 +209,7 @@ class MemorySource:
         return [Copy(self._host_array(tensor)) for tensor in tensors]
 
     def _host_array(self, memory: torch.Tensor) -> np.ndarray[Any, Any]:
-        # A tensor on a card is copied to the host once, not once per chunk.
+        # A tensor on a GPU is copied to the host once, not once per chunk.
         if id(memory) not in self._host:
             self._host[id(memory)] = host_array(memory)
         return self._host[id(memory)]
@@ -218,8 +218,8 @@ class MemorySource:
 class ObjectStates:
     """Returns the states of the objects in one tree, for `dtckpt.format.tree.flatten`.
 
-    Two kinds of objects come last. Optimizers, as the names of their parameters are those of tensors of the tree. And
-    the states of random number generators, as the ``state_dict()`` of another object may draw a number.
+    Two kinds of objects come last. Optimizers, as they name their parameters by tensors of the tree. And the states of
+    random number generators, as the ``state_dict()`` of another object may draw a number.
 
     Args:
         client: The client's place among those that save.

@@ -1,4 +1,4 @@
-"""The union of what the clients of a save pass, from their descriptions: who holds which box of each tensor; pure.
+"""The union of the states of a save's clients, from their descriptions: who holds which box of each tensor; pure.
 
 A `Description` is text that the other clients can read. Clients compare digests of their descriptions; where these
 differ, they read each other's descriptions and plan the union (`dtckpt.checkpoint.saving.agree`).
@@ -7,8 +7,8 @@ Clients may pass different tensors, as the stages of a pipeline do, and one tens
 whose meshes are slices of one. The save writes the union: each client that passes a tensor holds the boxes that its own
 layout gives it, and equal boxes are copies of one value::
 
-    client 0 passes    a (rows 0..4 by client 0, rows 4..8 by client 1)    b (by everyone)
-    client 1 passes    a (the same)                                        c (by everyone)
+    client 0 passes    a (rows 0..4 by client 0, rows 4..8 by client 1)    b (by all)
+    client 1 passes    a (the same)                                        c (by all)
     union              a: rows 0..4 by 0, rows 4..8 by 1    b: by 0        c: by 1
 
 Every client comes to the same union, or to the same error, from the descriptions of all.
@@ -39,7 +39,7 @@ PARTS_CURE = (
     "if clients hold parts of one parameter, as experts are, say so by dtckpt.Shards.mark(module, ...), or wrap the "
     "tensor in dtckpt.Shards"
 )
-"""What errors advise where clients pass different tensors as one parameter."""
+"""Advice in errors where clients pass different tensors as one parameter."""
 _PAIRS_AT_ONCE = 1 << 20
 """Boxes are compared in pairs, so many at a time."""
 
@@ -121,7 +121,7 @@ def unite(descriptions: Mapping[Clients, Description]) -> tuple[TensorSpec, ...]
     """Return the tensors of a save whose clients pass different things.
 
     Args:
-        descriptions: What clients pass, by the clients that pass the very same; the lowest client's comes first.
+        descriptions: The different descriptions, by the clients that share each; the lowest client's comes first.
 
     Raises:
         ComponentError: Clients disagree on a tensor's shape, dtype or layout.
@@ -180,8 +180,8 @@ def validate_same_names(descriptions: Mapping[Clients, Description], per_client:
     """Check that all clients pass tensors and plain values of the same names.
 
     Args:
-        descriptions: What clients pass, as for `unite`.
-        per_client: Paths below which each client has names of its own.
+        descriptions: The different descriptions, as for `unite`.
+        per_client: Paths below which names may differ by client.
 
     Raises:
         SaveDisagreementError: A name is missing on some clients.
@@ -222,7 +222,7 @@ def validate_same_kind(name: str, claims: Sequence[Claim]) -> None:
 
 
 def _cure(*claims: Claim) -> str:
-    """Return, for an error about two claims on a tensor, what makes them parts of one, if they may be."""
+    """Return, for an error about two claims on a tensor, how to save them as parts of one tensor, if they may be."""
     if all(spec.layout is None for _, spec in claims):
         return f"{PARTS_CURE}; else " if any(spec.is_parameter for _, spec in claims) else ""
     held = [box.region.shape for clients, spec in claims for box in spec.holdings if clients[0] in box.clients]
@@ -249,7 +249,7 @@ def _united_holdings(name: str, claims: Sequence[Claim]) -> tuple[Holding, ...]:
             holders.setdefault(holding.region, set()).update(set(clients).intersection(holding.clients))
     united = tuple(Holding(box, tuple(sorted(clients))) for box, clients in holders.items() if clients)
     layouts = {frozenset(holding.region for holding in spec.holdings) for _, spec in claims}
-    # The boxes of one layout are apart; those of two may overlap, and then nobody knows whose elements count.
+    # Boxes of one layout are apart. Boxes of two layouts may overlap, and then it is unknown whose elements count.
     if len(layouts) > 1 and (clash := _first_overlap([holding.region for holding in united])):
         one, other = (united[number] for number in clash)
         raise ComponentError(
@@ -261,7 +261,7 @@ def _united_holdings(name: str, claims: Sequence[Claim]) -> tuple[Holding, ...]:
 
 
 def _validate_nothing_lost(name: str, claims: Sequence[Claim], united: Sequence[Holding]) -> None:
-    """Check that what layouts say to be on some client is there."""
+    """Check that the clients hold every box that their layouts name."""
     # The boxes are apart, so counting their elements tells whether all are there.
     numel = sum(holding.region.numel for holding in united)
     held = {holding.region for holding in united}

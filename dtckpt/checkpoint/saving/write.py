@@ -226,7 +226,7 @@ class ClientWriter:
                     pause.close()
 
     def _own_regions(self) -> Iterator[tuple[TensorPlan, Region]]:
-        """Yield what `_start_writes` fetches, in its order: whole chunks, and this client's pieces of split ones."""
+        """Yield the regions for `_start_writes`, in its order: whole chunks, and this client's pieces of split ones."""
         for _, tensor, number in self._plan.owned_by(self._client):
             if number in tensor.pieces:
                 pieces = tensor.pieces[number]
@@ -273,7 +273,7 @@ class ClientWriter:
         return received
 
     def _assemble(self, index: int, number: int, chunk: Region, received: _Pieces) -> np.ndarray[Any, Any]:
-        """Put a chunk together from this client's pieces and those of the others."""
+        """Put a chunk together from this client's pieces and the other clients' pieces."""
         tensor = self._plan.tensors[index]
         elements = allocate_elements(tensor.spec.stored_dtype, chunk.shape)
         for piece in tensor.pieces[number]:

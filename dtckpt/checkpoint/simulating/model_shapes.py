@@ -127,7 +127,7 @@ def validate_state(state: Mapping[str, str]) -> None:
 def _parameters(records: Mapping[str, Mapping[str, Any]]) -> Iterator[Parameter]:
     for pattern, record in records.items():
         shape = tuple(int(size) for size in record["shape"])
-        ChunkGrid(shape, tuple(max(1, size) for size in shape))  # refuses what no checkpoint can hold
+        ChunkGrid(shape, tuple(max(1, size) for size in shape))  # refuses shapes that no checkpoint can hold
         specs = _specs(record.get("layout", ",".join([UNSHARDED] * len(shape))))
         if len(specs) != len(shape):
             raise ValueError(f"parameter {pattern!r}: got a layout of {len(specs)} dims, expected {len(shape)}")

@@ -1,7 +1,7 @@
 """Count the bytes of a save, a restore and a redistribution from the plans that the real ones follow; pure.
 
-Saves are planned for all clients, as every client of a real save does. A restore and a redistribution are planned by
-each client for itself, so those of some clients are planned here, if there are very many.
+Saves are planned for all clients, as every client of a real save does. In a real restore or redistribution each client
+plans for itself. So with very many clients, this module plans restores and redistributions of some of them only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SavedBytes:
 
     Args:
         held: Bytes of the client's devices.
-        staged: Bytes that a save in the background copies to host memory: what the client writes or hands over.
+        staged: Bytes that a save in the background copies to host memory: the client writes them or hands them over.
         handed_over: Pieces of chunks that others write, through storage.
         written: Bytes of the chunks that the client writes.
     """
@@ -111,7 +111,7 @@ def described_infos(model: ModelShapes) -> dict[str, TensorInfo]:
 
 
 def stored_infos(plan: SavePlan) -> dict[str, TensorInfo]:
-    """Describe the tensors of a planned save as if it were a checkpoint; none has digests."""
+    """Describe the tensors of a planned save, without digests, as if it were a checkpoint."""
     infos: dict[str, TensorInfo] = {}
     kinds: dict[tuple[object, ...], ArrayKind] = {}
     for tensor in plan.tensors:
@@ -125,7 +125,7 @@ def stored_infos(plan: SavePlan) -> dict[str, TensorInfo]:
 
 
 def stored_tensors(infos: Mapping[str, TensorInfo], targets: Mapping[str, Layout]) -> list[StoredTensor]:
-    """Group the tensors of a planned checkpoint by what they have in common.
+    """Group the tensors of a planned checkpoint that are alike.
 
     Args:
         infos: As from `stored_infos`.
@@ -162,7 +162,7 @@ class MovedBytes:
         read: Bytes that the client reads from storage.
         sent: Bytes that it sends to clients of other hosts.
         received: Bytes that it receives from clients of other hosts.
-        within: Bytes that it receives from clients of its own host.
+        within: Bytes that it receives from clients of the same host.
     """
 
     read: Bytes
@@ -180,7 +180,7 @@ def restored_bytes(
         tensors: The tensors.
         clients: The clients whose restore is planned.
         clients_per_host: Consecutive clients that share a host.
-        read_once: Whether clients share what several of them need, where that pays, as from remote storage.
+        read_once: Whether clients share the parts that several of them need, where that pays, as from remote storage.
     """
     moved, changes = _none(clients), []
     for tensor in tensors:
@@ -223,7 +223,7 @@ def _read_nbytes(entry: ArrayEntry, regions: tuple[Region, ...]) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Change:
-    """A change of layout of tensors that are alike; ``nbytes`` are those of an element of all of them."""
+    """A change of layout of tensors that are alike; ``nbytes`` adds up one element of each tensor."""
 
     source: Layout
     target: Layout

@@ -1,4 +1,4 @@
-"""`simulate`: what saves and restores of a model on a large mesh would take, from the plans of the real ones."""
+"""`simulate`: estimate the time and bytes of saves and restores of a model on a large mesh, from the real plans."""
 
 from __future__ import annotations
 
@@ -58,25 +58,25 @@ def simulate(
 ) -> Simulation:
     """Simulate saves, restores and reshards of a model's training state.
 
-    The bytes are those of the plans that real saves, restores and redistributions follow; only the seconds come from
-    the speeds of ``machine``. Nothing is read or written, and neither mesh needs devices. The state is taken to be on
-    cards, and to be saved in the background.
+    The bytes come from the plans that real saves, restores and redistributions follow; only the seconds come from the
+    speeds of ``machine``. Nothing is read or written, and neither mesh needs devices. The state is assumed to be on
+    GPUs, and to be saved in the background.
 
     Args:
         model: A model that the package describes, such as ``llama-3-8b``; a JSON file; or the shapes.
         mesh: The mesh that saves, as from ``dtckpt.abstract_mesh(axes, devices_per_client=1)``.
-        layouts: Layouts on ``mesh``, as for `dtckpt.restore`; other tensors get those of the model, as far as the mesh
+        layouts: Layouts on ``mesh``, as for `dtckpt.restore`; other tensors get the model's layouts, as far as the mesh
             has their axes.
         target_mesh: The mesh that restores, to which tensors are redistributed, and for which the checkpoint is laid
             out anew; default: ``mesh``. Without it and ``target_layouts`` only saves and restores are simulated.
         target_layouts: Layouts on it; other tensors keep theirs, as far as the mesh has their axes.
-        state: Dtypes of the tensors that are kept of each parameter, by the first part of their names; default: those
-            of the model.
+        state: Dtypes of the tensors that are kept of each parameter, by the first part of their names; default: the
+            model's dtypes.
         machine: The speeds; see `Machine`.
         options: Of these, ``chunk_nbytes`` and ``check_replicas`` count.
-        workers: Processes that lay the checkpoint out anew, each on a host of its own.
+        workers: Processes that lay the checkpoint out anew, each on a separate host.
         mtbf_s: Mean seconds between failures of the whole job; default: from the number of hosts.
-        sample: How many clients' restores are planned, at least, if there are more; those of some whole hosts.
+        sample: How many clients' restores are planned, at least, if there are more; the clients of some whole hosts.
 
     Raises:
         ConfigError: The model is unknown, or a number cannot be used.
@@ -191,7 +191,7 @@ class _Job:
         return -(-self.num_clients // self.clients_per_host)
 
     def sample(self, count: int) -> list[int]:
-        """Return all clients, or those of some hosts, spread evenly, that have at least ``count`` clients together."""
+        """Return all clients, or all clients of some hosts, spread evenly: at least ``count``, if there are so many."""
         num_hosts = min(self.num_hosts, -(-count // self.clients_per_host))
         hosts = np.linspace(0, self.num_hosts - 1, num_hosts).round().astype(int).tolist() if num_hosts > 1 else [0]
         chosen = range(self.num_hosts) if num_hosts == self.num_hosts else hosts
@@ -203,7 +203,7 @@ class _Job:
         ]
 
     def most_of_a_host(self, by_client: Bytes, clients: Sequence[int]) -> int:
-        """Return the bytes of the busiest host; ``by_client`` are those of ``clients``, in the same order."""
+        """Return the bytes of the busiest host; ``by_client`` has the bytes of ``clients``, in the same order."""
         sums = np.zeros(self.num_hosts, np.int64)
         np.add.at(sums, np.array(clients, np.int64) // self.clients_per_host, by_client)
         return int(sums.max(initial=0))
@@ -237,7 +237,7 @@ def _save(
     plan: SavePlan, saved: SavedBytes, job: _Job, digests_nbytes: int, *, check_replicas: bool
 ) -> SimulatedOperation:
     clients = range(job.num_clients)
-    # Copies on cards are compared on the host, so all of them are staged.
+    # Copies on GPUs are compared on the host, so all of them are staged.
     device = job.device_load(saved.held if check_replicas else saved.staged, clients)
     storage = job.storage_load(saved.written, clients)
     parts = {"stage": max(device.seconds, job.barrier_s)}

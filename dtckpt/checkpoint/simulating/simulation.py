@@ -52,7 +52,7 @@ class SimulatedOperation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What `dtckpt.simulate` finds out.
+    """The result of `dtckpt.simulate`.
 
     Args:
         model: Name of the model.
@@ -74,7 +74,7 @@ class Simulation:
         lag_s: Seconds from the begin of a save until it is complete.
         mtbf_s: Mean seconds between failures of the whole job.
         interval_s: The interval between saves that loses the least time.
-        notes: What would not work, or not well.
+        notes: Problems that a real run would have.
     """
 
     model: str
@@ -115,8 +115,8 @@ class Simulation:
 class Machine:
     """Hosts that are alike, and their storage; speeds are in bytes per second.
 
-    The defaults are a guess at hosts with eight cards each: pass what a copy, a transfer and a benchmark of your
-    storage reach, not what the data sheets say.
+    The defaults are a guess at hosts with eight GPUs each. Pass measured speeds of copies, of transfers and of your
+    storage, not the numbers of data sheets.
 
     Args:
         devices_per_host: Devices of a host; a client owns devices of one host only.

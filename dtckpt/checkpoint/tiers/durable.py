@@ -1,8 +1,8 @@
 """Write steps of the local tier to the root, in the background, while training and local saves go on.
 
 For that the clients form a second job beside the first: a durable write takes long, and its barriers must not mix with
-those of the local saves meanwhile. One write at a time is under way; client 0 decides at each local save whether one
-begins.
+the barriers of local saves meanwhile. One write at a time is under way; client 0 decides at each local save whether to
+begin one.
 """
 
 from __future__ import annotations

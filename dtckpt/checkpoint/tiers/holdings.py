@@ -70,7 +70,7 @@ def held_saves(parts: Mapping[str, HostParts]) -> list[HeldSave]:
     """Return the saves of which any part is left, the newest first.
 
     Args:
-        parts: What each host holds.
+        parts: The parts that each host holds.
     """
     holders: dict[SaveId, dict[int, list[str]]] = {}
     voted: set[SaveId] = set()
@@ -107,8 +107,8 @@ def copies_to_make(
 
     Damaged copies are replaced first, where there is another one of the part.
 
-    Parts whose saver is gone, or now has another number, are as good as others: the first host that holds one stands
-    for it, and the hosts that are its partners get it.
+    The saver of a part may be gone, or have another number now. Then the first host that holds the part stands for it,
+    and the partners of that host get it.
     """
     for client, hosts in sorted(held.holders.items()):
         here = [host for host in hosts if host in placement.domains]

@@ -47,7 +47,7 @@ _RESTORES = "restores.json"
 _PART_FILE = re.compile(r"(\d{1,9})(\.data|\.index|\.voted)")
 Stamp = tuple[int, int] | None
 _in_use: set[str] = set()
-"""What the names of files in ``spare`` begin with, for this process's open folders. The number of the process is not
+"""Prefixes of the names of files in ``spare``, for this process's open folders. The number of the process is not
 enough: in a container that starts again processes get the same ones, and one process may open a folder again."""
 
 
@@ -76,7 +76,7 @@ class PartFile:
                 file.fileno(), max(nbytes, 1), flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             )
         self.memory = torch.frombuffer(self._map, dtype=torch.uint8)[:nbytes]
-        # Kept with the file: memory that cards copy to is page-locked once, and cut into tensors once.
+        # Kept with the file: memory that GPUs copy to is page-locked once, and cut into tensors once.
         self.staging = StagingMemory(lambda _: self.memory)
         self.view = memoryview(self._map)[:nbytes]
 
@@ -129,7 +129,7 @@ class HostFolder:
             (self._files / _SPARE).make()
             if not (self.path / _JOB).exists():
                 facts = json.dumps({"root": self._root, "token": secrets.token_hex(8)})
-                # All processes read one token: that of the first. Without hard links they read none.
+                # All processes read the first one's token. Without hard links they read none.
                 with suppress(OSError):
                     self._files.create(_JOB, facts.encode())
 
@@ -197,7 +197,7 @@ class HostFolder:
             facts = json.loads((self.path / _RESTORES).read_bytes())
             return {str(name): int(count) for name, count in facts.items() if (self.path / name).is_dir()}
         except (OSError, ValueError, TypeError, AttributeError, OverflowError):
-            return {}  # nobody depends on the count
+            return {}  # the count is not vital
 
     def note_restore(self, save: SaveId) -> None:
         """Count a restore of a save; one process of a host does."""
@@ -225,8 +225,8 @@ class HostFolder:
             StorageError: The tier cannot be written.
         """
         with self._lock:
-            # If somebody removes the directory during a run, the files are gone, but not their memory. If somebody cuts
-            # a file short, its memory is gone: a write there would end the process.
+            # If a user removes the directory during a run, the files are gone, but not their memory. If a file is cut
+            # short, its memory is gone: a write there would end the process.
             self._spare = [file for file in self._spare if file.is_whole()]
             fitting = [file for file in self._spare if nbytes <= file.nbytes <= 2 * max(nbytes, 1)]
             if fitting:
@@ -239,7 +239,7 @@ class HostFolder:
             self._spare.clear()
             self._num_files += 1
             path = self.path / _SPARE / f"{self._owner}-{self._num_files}{DATA}"
-        self.make()  # again, if somebody has removed it
+        self.make()  # again, if a user has removed it
         self.validate_space(nbytes)
         with translate_errors("make a file in the local tier", self._where):
             try:
@@ -350,7 +350,7 @@ class HostFolder:
         if not with_others:
             return
         own = {save for save, _ in mine}
-        # Newer ones than all that are kept are being written by processes of this host; those of a job with another
+        # Processes of this host are still writing saves that are newer than all kept ones. Saves of a job with another
         # root are not this job's.
         newest = max(kept, default=None)
         for save, folder in list(self._saves()):

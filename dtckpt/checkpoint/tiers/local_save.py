@@ -73,12 +73,12 @@ class SaveRequest:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Begun:
-    """A local save whose elements are in the tier; nobody has voted on the parts yet.
+    """A local save whose elements are in the tier, before the vote on the parts.
 
     Args:
         save: Its identity.
-        joined: What the clients knew of each other's hosts when it began.
-        agreed: What all clients have agreed on, and this client's state in the tier.
+        joined: The facts about all clients' hosts when it began.
+        agreed: The agreed plan, and this client's state in the tier.
         file: The file that holds it.
         metrics: The metrics of the step, on client 0.
         protected: By client, the newest saves that had all copies of the client's part.
@@ -101,7 +101,7 @@ class SaveFile:
 
     Args:
         folder: The parts of this host.
-        joined: What the clients know of each other.
+        joined: The facts about all clients' hosts.
     """
 
     def __init__(self, folder: HostFolder, joined: Joined) -> None:
@@ -171,7 +171,7 @@ def save_in_tier(
 
     Args:
         session: The tier.
-        request: What is saved, and how.
+        request: The step to save, and how.
         coordination: The connection to the other clients.
         then: Called in the background when all clients know whether the save counts.
 
@@ -214,7 +214,7 @@ def _begin(session: TierSession, request: SaveRequest, collective: Collective) -
         # Here, so that a tier that is full is this client's vote.
         file.take(proposal.plan)
         summary = proposal.summary()
-        # Those of this save alone: the text of a tree has its plain values, so each step has another one.
+        # Texts of this save alone: the text of a tree has its plain values, so it differs in each step.
         joined.server.keep_texts({proposal.digest: proposal.text, summary.tree: proposal.state.tree})
         vote = BeginVote(
             session.replicator.protected,
@@ -254,7 +254,7 @@ def _begin(session: TierSession, request: SaveRequest, collective: Collective) -
         file=file,
         metrics=request.metrics,
         protected={each: vote.protected for each, vote in votes.items()},
-        # By all clients or by none: if each left out other saves, none would ever have all of its copies.
+        # All clients or no client: if each left out other saves, no save would ever have all of its copies.
         is_agreed=all(vote.is_free for vote in votes.values()),
         has_compared=all(vote.compares for vote in votes.values()),
     )
@@ -346,7 +346,7 @@ def described_pieces(
 
     Args:
         staged: This client's state, with its elements in the file.
-        plan: What all clients write.
+        plan: The plan of all clients.
         file: The file.
         client: This client.
         copies: The regions of which this client keeps near copies.

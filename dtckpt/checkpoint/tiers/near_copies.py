@@ -1,9 +1,9 @@
-"""Choose what a host keeps of the values that clients of other hosts save, too; pure.
+"""Choose the copies that a host keeps of values that clients of other hosts save, too; pure.
 
-Of a value that several hosts have, as the weights of a norm, or every value under HSDP and DDP, one client saves each
-chunk, and its part is copied to partners as all parts are. If the host of that client were the only one to keep the
-chunk, the others would have to ask it when the job comes back. So each host that has the value keeps a *near copy* of
-the chunk, in the file of one of its clients, behind that client's part::
+Several hosts may have one value, as the weights of a norm, or every value under HSDP and DDP. One client saves each
+chunk of it, and its part is copied to partners as all parts are. If only that client's host kept the chunk, the others
+would have to ask it when the job comes back. So each host that has the value keeps a *near copy* of the chunk, in the
+file of one of its clients, behind that client's part::
 
     host a    client 0   | part: w[0:4]  norm |                         norm is in the part of client 0
               client 1   | part: w[4:8]       |
@@ -32,7 +32,7 @@ def near_copies(plan: SavePlan, client: int, neighbours: tuple[int, ...]) -> Nea
     """Return the regions of which a client keeps near copies; each is given to the save by a client of another host.
 
     Args:
-        plan: What all clients write.
+        plan: The plan of all clients.
         client: The client.
         neighbours: The clients of its host, ascending, with itself. They take turns.
     """
@@ -41,7 +41,7 @@ def near_copies(plan: SavePlan, client: int, neighbours: tuple[int, ...]) -> Nea
     boxes_of: dict[int, list[tuple[Region, tuple[int, ...]]]] = {}
     found: dict[str, tuple[Region, ...]] = {}
     for tensor in plan.tensors:
-        # Every host gets the lowest client's copy back, not one of its own that may differ.
+        # Every host gets the lowest client's copy back; the host's own copy may differ.
         if tensor.spec.copies is not Copies.EQUAL:
             continue
         holdings = tensor.spec.holdings

@@ -37,7 +37,7 @@ class LocalTier:
             passed over: a state that fails soon after its restore, as by NaN, is not tried for ever. Default: no bound.
         host: Name of this host. Default: the variable ``DTCKPT_HOST``, else its host name.
         domain: The part of the cluster that fails as one, as a rack or a power supply; copies lie in other domains
-            where there are others. Default: the variable ``DTCKPT_DOMAIN``, else each host is a domain of its own.
+            where there are others. Default: the variable ``DTCKPT_DOMAIN``, else each host is a separate domain.
         address: Address of this host at which the others reach it. Default: the one from which it reaches
             ``MASTER_ADDR``.
         timeout_s: Longest wait for an answer of another host, in seconds.

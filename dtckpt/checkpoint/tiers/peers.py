@@ -44,12 +44,12 @@ class BoxRequest:
 
 
 class Peer:
-    """The server of one client on another host. Thread-safe: each request has a connection of its own.
+    """The server of one client on another host. Thread-safe: each request opens a new connection.
 
     Args:
         url: ``host:port``.
         host: Name of the host, for messages.
-        token: What requests show.
+        token: The token that requests send.
         timeout_s: Longest wait for each answer, in seconds.
     """
 

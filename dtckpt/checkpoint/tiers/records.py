@@ -36,8 +36,8 @@ class SaveId:
     """The identity of a local save. A greater one is newer.
 
     Args:
-        number: Nanoseconds since the epoch when the save began, by the clock of client 0; greater than that of every
-            save that the tier held then.
+        number: Nanoseconds since the epoch when the save began, by the clock of client 0; greater than the number of
+            every save that the tier held then.
         step: The step.
         num_clients: The clients that saved it, each of which has one part.
         is_durable: Whether the step is to be written to the root, too.
@@ -53,7 +53,7 @@ class SaveId:
     root: str = UNKNOWN_ROOT
 
     def belongs_to(self, root: str) -> bool:
-        """Whether a root may be that of the save."""
+        """Whether the save may be of this root."""
         return self.root == root or UNKNOWN_ROOT in (self.root, root)
 
     @property
@@ -135,7 +135,7 @@ class PartIndex:
         return self.pieces[number] if number < len(self.pieces) else self.copies[number - len(self.pieces)]
 
     def without_copies(self) -> PartIndex:
-        """Return the index of the part as it is sent to other hosts: of the file, what lies before the near copies."""
+        """Return the index of the part as sent to other hosts: the part's file up to the near copies."""
         if not self.copies:
             return self
         return replace(self, copies=(), nbytes=min(piece.offset for piece in self.copies))

@@ -1,8 +1,8 @@
 """`Replicator`: send the parts of this client to the hosts that hold copies of them, in the background.
 
 A copy that is late does not hold up the next save: of the saves that wait, only the newest is sent. But if each client
-left out other saves, none would ever have all of its copies. So the clients agree, when a save begins: if nobody has
-still to send one that was agreed on, all send this one, and no newer one takes its place::
+left out other saves, no save would ever have all of its copies. So the clients agree, when a save begins: if no client
+still has to send an agreed save, all send this one, and no newer save takes its place::
 
     saves       1        2        3        4        5        6        7
     client 0    agreed   waits    (left out)        agreed            ...
@@ -72,7 +72,7 @@ class Copy:
 
 
 class Replicator:
-    """Sends copies, one after the other, in a thread of its own.
+    """Sends copies, one after the other, in a separate thread.
 
     Args:
         max_rate: Bound on the bytes per second.
@@ -176,7 +176,7 @@ class Replicator:
                 self.protected = tuple(sorted({*self.protected, save})[-MAX_PROTECTED:])
 
     def _note_rate(self, host: str, nbytes: int, seconds: float) -> None:
-        """Log the rate at which a host took its first large copy; warn if it is far below what is expected."""
+        """Log the rate at which a host took its first large copy; warn if it is far below the expected rate."""
         if host in self._measured or nbytes < MIN_MEASURED_NBYTES:
             return
         self._measured.add(host)
@@ -221,7 +221,7 @@ class ExpectedCopies:
         self._replaced: dict[tuple[SaveId, int], Stamp] = {}
 
     def note_present(self, save: SaveId, clients: Iterable[int]) -> None:
-        """Note which copies there are now; before any client knows that one is damaged, and replaces it."""
+        """Note the copies that are here now, before any client can find a damaged copy and replace it."""
         self._stamps = {(save, client): self._folder.stamp(save, client) for client in clients}
 
     def expect(self, save: SaveId, clients: Iterable[int]) -> None:

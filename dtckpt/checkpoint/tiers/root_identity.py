@@ -1,14 +1,14 @@
 """The identity of a root of durable checkpoints: the file ``.dtckpt-root``, with a random number.
 
-A local save has it in its name. So saves of a job whose root was deleted do not pass for those of the next job that
-uses the same path: they are listed, never restored, and never removed.
+A local save has it in its name. So the saves of a job whose root was deleted are not mistaken for saves of the next job
+at the same path. They are listed, never restored, and never removed.
 
 A root gets its identity with the first save, from client 0, when it has the right to change the root. The file also
-says at which path: a root that was copied or moved there is another one, and gets a number of its own.
+says at which path: a root that was copied or moved there is another root, and gets a new number.
 
-Until then, the clients agree on an identity for the root when they join. If they join to restore, it is that of the
-newest step in the tier, as they ask for the steps that are left. If they join to save, and the root is empty, it is a
-new one.
+Until then, the clients agree on an identity for the root when they join. If they join to restore, they take the root of
+the newest step in the tier, as they ask for the steps that are left. If they join to save, and the root is empty, they
+take a new identity.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ logger = logging.getLogger("dtckpt.tiers")
 IDENTITY_NAME = ".dtckpt-root"
 NO_IDENTITY = ""
 COPIED = "copied"
-"""Stands for the identity of a root that was copied or moved to its path: it has none of its own yet."""
+"""Stands for the identity of a root that was copied or moved to its path: it has no new identity yet."""
 _IDENTITY = re.compile(r"([0-9a-f]{8})(?: ([0-9a-f]{16}))?")
 
 
 class RootFacts(NamedTuple):
-    """What client 0 tells the others of the root.
+    """Facts about the root, which client 0 tells the others.
 
     Args:
         has_steps: Whether there is a checkpoint.
@@ -47,10 +47,10 @@ class RootFacts(NamedTuple):
     newest: int
 
     def identity_for(self, held: Sequence[SaveId], new: str, *, is_save: bool) -> str:
-        """Return the identity that the clients take for that of the root; the same on all clients.
+        """Return the identity that the clients give to the root; the same on all clients.
 
         Args:
-            held: What the hosts hold, the newest save first.
+            held: The saves that the hosts hold, the newest first.
             new: A new identity.
             is_save: Whether the clients join to save, and not to restore.
         """

@@ -1,7 +1,7 @@
 """`PartServer`: gives other hosts the parts that this host holds, and takes copies of theirs.
 
 The protocol is HTTP/1.1. Every request has the header ``Authorization: Bearer <token>``, with a token that the clients
-of one attempt agree on: a process of another job, or of an earlier attempt, can neither read nor write.
+of one attempt agree on. A process of another job, or of an earlier attempt, can neither read nor write.
 
     GET  /v1/indexes/<save>               the indexes of the save's parts on this host, each after its length
     POST /v1/read/<save>/<client>         body: JSON list of [number of the piece, offset, shape], in elements of it;
@@ -46,7 +46,7 @@ MAX_REFUSED = 1024
 
 
 class PartServer:
-    """A server of this process, in threads of its own.
+    """A server of this process, in separate threads.
 
     Args:
         folder: The parts of this host.

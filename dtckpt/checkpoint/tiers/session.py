@@ -1,7 +1,7 @@
 """`TierSession`: the local tier as one client uses it: the clients' hosts, and the parts that they hold.
 
 Before the first save, and in every restore, the clients tell each other in the round ``tiers`` which host they are on
-and which parts that host holds. What they know of each other from then on is a `Joined`. Saves are in
+and which parts that host holds. A `Joined` keeps these facts from then on. Saves are in
 `dtckpt.checkpoint.tiers.local_save`, restores in `dtckpt.checkpoint.tiers.local_restore`.
 """
 
@@ -39,7 +39,7 @@ MAX_PARTS_CHARS = 3000
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Joined:
-    """What a client knows of the others' hosts from the time when all clients joined.
+    """Facts about all clients' hosts, from the time when all clients joined.
 
     Args:
         tier: The options.
@@ -48,7 +48,7 @@ class Joined:
         token: Lets the clients of this job, and no others, ask each other's servers.
         hosts: The hosts, by name.
         placement: Which hosts hold copies of which.
-        held: What the hosts held, the newest save first.
+        held: The saves that the hosts held, the newest first.
         worn_out: The saves that were restored `LocalTier.max_restores` times, without a newer one being saved.
         has_durable: Whether the root had checkpoints.
         newest_in_root: The number of the newest commit in the root.
@@ -77,7 +77,7 @@ class Joined:
 
     @property
     def is_first_on_host(self) -> bool:
-        """Whether this client does what one client of each host does."""
+        """Whether this client does the work that only one client of each host does."""
         return self.client == self.own_host.clients[0]
 
     @property
@@ -109,7 +109,7 @@ class TierSession:
         folder: The parts of this host.
         replicator: Sends copies of this client's parts.
         expected: The copies that come to this host.
-        root: The identity of the root; if storage does not say it, that of the newest save.
+        root: The identity of the root; if storage does not say it, the newest save's root.
         newest: The number of the newest save that is known.
     """
 
@@ -131,7 +131,7 @@ class TierSession:
 
     @property
     def joined(self) -> Joined:
-        """What this client knows of the other hosts; only after `join`, and until `close`."""
+        """The facts about all clients' hosts; only after `join`, and until `close`."""
         assert self._joined is not None  # noqa: S101  the manager joins before anything else
         return self._joined
 
@@ -189,9 +189,9 @@ class TierSession:
         return frozenset(each.save for each in held if max(count.get(each.save.name, 0) for count in counts) >= most)
 
     def _explain(self, joined: Joined, found: Sequence[HeldSave], *, is_root_empty: bool) -> None:
-        """Log how saves are protected, if that is new, and what is odd about the saves that were found.
+        """Log how saves are protected, if that is new, and warn of odd saves in the tier.
 
-        That is: the root is empty, or the tier has saves of a job whose root was at the same path before.
+        Saves are odd if the root is empty, or if they are of a job whose root was at the same path before.
         """
         if joined.placement != self._logged_placement:
             log_protection(joined.placement, self.tier.copies)
@@ -238,18 +238,18 @@ class TierSession:
         return self._server, json.dumps(facts).encode()
 
     def next_number(self) -> int:
-        """Return a number for a save, in the tier or in the root: greater than those of all that are known.
+        """Return a number for a save, in the tier or in the root: greater than all known numbers of saves.
 
-        By the clock, unless it is behind that of a former job. On client 0.
+        By the clock, unless it is behind the clock of a former job. On client 0.
         """
         self.newest = max(time.time_ns(), self.newest + 1)
         return self.newest
 
     def close(self, *, has_failed: bool) -> None:
-        """End the server, when the copies under way are made: those of this client, and those for this host.
+        """End the server, when all copies under way from this client and to this host are made.
 
         Args:
-            has_failed: Whether the job ends by an error; then nobody waits for hosts that may be gone.
+            has_failed: Whether the job ends by an error; then this client does not wait for hosts that may be gone.
         """
         deadline = time.monotonic() + min(CLOSE_S, self.tier.timeout_s)
         server = self._server
@@ -268,7 +268,7 @@ class TierSession:
 
 
 def _validate_same(facts: Mapping[int, Mapping[str, Any]]) -> None:
-    """Check that clients pass the same options, and those of one host the same path."""
+    """Check that clients pass the same options, and clients of one host the same path."""
     first = min(facts)
     places: dict[str, tuple[int, list[Any]]] = {}
     for client, fact in facts.items():

@@ -1,7 +1,7 @@
 """The status of a job's local tier, as client 0 keeps it in the root for people: ``.dtckpt-tiers.json``.
 
-It says which hosts there are and, for each save, which hosts hold each part. So anybody who can read the root can ask
-which step would come back if some hosts died now, also while they are dead.
+It says which hosts there are and, for each save, which hosts hold each part. So every reader of the root can ask which
+step would come back if some hosts died now, also while they are dead.
 """
 
 from __future__ import annotations
@@ -138,5 +138,5 @@ def write_status(folder: Folder, session: TierSession, begun: Begun) -> None:
         nbytes=begun.agreed.plan.nbytes,
         rate=sender.nbytes_sent / sender.seconds if sender.seconds else 0.0,
     )
-    folder.make()  # again, if somebody has removed it
+    folder.make()  # again, if a user has removed it
     folder.replace(STATUS_NAME, status.to_bytes())

@@ -1,8 +1,8 @@
 """`TierFiles`: the parts of one local save, wherever they lie, as the files of an open checkpoint.
 
-So a restore from the tier is the restore of any checkpoint, onto any mesh. Only this differs: a piece that this host
-holds is read from its memory, and of any other exactly the boxes that are needed come from a host that holds it. If a
-copy is damaged, or its host does not answer, another copy is taken, and it is said.
+So a restore from the tier is the restore of any checkpoint, onto any mesh. Only the reads differ. Pieces that this host
+holds are read from its memory. Of other pieces, another host sends exactly the boxes that are needed. If a copy is
+damaged, or its host does not answer, the restore uses another copy and logs why.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ logger = logging.getLogger("dtckpt.tiers")
 
 KIND = "local tier"
 REQUEST_NBYTES = 8 << 20
-"""Bytes that one request to another host asks for; a box that is larger has a request of its own."""
+"""Bytes that one request to another host asks for; a larger box has a separate request."""
 REQUESTS = 4
 """Requests under way at a time."""
 
 
 @dataclass(slots=True)
 class TierTraffic:
-    """What a restore took from where.
+    """The bytes that a restore took, by source.
 
     Args:
         local: Bytes from this host's memory.
         by_host: Bytes from other hosts.
-        damaged: What was passed over: a host, and the reason.
+        damaged: The hosts that were passed over, and the reasons.
         damaged_copies: The copies of parts that turned out to be damaged.
     """
 

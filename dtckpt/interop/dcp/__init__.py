@@ -6,5 +6,5 @@
     state dict <--DCP's planner---  items by key <--`storage_reader`---  regions, plain values
 
 DCP's own collectives carry everything that its ranks tell each other: plans (`save_operation`), results, errors. The
-plug-in opens no connection of its own. `columns` keeps these messages short.
+plug-in opens no other connection. `columns` keeps these messages short.
 """

@@ -1,4 +1,4 @@
-"""What the ranks of a save tell the coordinator when they have written, and the state tree of it all."""
+"""The messages of a save's ranks to the coordinator when they have written, and the state tree made of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dtckpt.layout.layout import Layout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClientPart:
-    """What a rank tells the coordinator of what it has written.
+    """A rank's message to the coordinator about the part that it has written.
 
     Args:
         token: The attempt that it wrote to.
@@ -30,9 +30,9 @@ class ClientPart:
         chunk_list: Digest of the file of its chunk list; None if it has written nothing.
         dtypes: The dtypes in which it has written tensors, by name.
         values: The nodes of its items that are no tensors, by key.
-        inner: The tensors inside of those.
+        inner: The tensors inside of these items.
         layouts: The layouts of its tensors, by name.
-        copies: What it has of the items of which others have copies.
+        copies: Its copies of items that others have, too.
         costs: Cost of its phases.
     """
 
@@ -48,7 +48,7 @@ class ClientPart:
 
 
 def parts_of(results: Sequence[Sequence[WriteResult]], token: str) -> dict[int, ClientPart]:
-    """Return what the ranks tell with their results; ranks with nothing to write or to compare are left out.
+    """Return the parts that come with the results; ranks with nothing to write or to compare are left out.
 
     Args:
         results: The results of all ranks.
@@ -83,20 +83,20 @@ def plan_of_parts(
     Args:
         metadata: The metadata that DCP's planner has made.
         results: The results of all ranks.
-        parts: What they tell with them.
+        parts: The parts that come with the results.
         options: See `SaveOptions`.
 
     Raises:
-        SaveDisagreementError: The ranks have not written what the metadata says, or not by one plan; or they have
-            different values under one key.
+        SaveDisagreementError: No rank has written an item in the metadata, or a rank has written other items, or by
+            another plan; or ranks have different values under one key.
         ComponentError: Ranks have tensors of different shapes or dtypes under one name.
         ReplicaMismatchError: Ranks have tensors with different elements under one name.
         TensorNameError: Names of tensors lead through others.
-        TreeError: Two items are at one place, or the planner has data of its own for the metadata.
+        TreeError: Two items are at one place, or the planner adds other data to the metadata.
     """
     inner = tuple(tensor for part in parts.values() for tensor in part.inner)
     layouts: dict[str, Layout] = {}
-    for part in reversed(list(parts.values())):  # that of the first rank counts
+    for part in reversed(list(parts.values())):  # the first rank's layout counts
         layouts |= part.layouts
     tensors = boxes_of_results(metadata, results)
     paths = {key: path_of(key, [metadata.planner_data]) for key in metadata.state_dict_metadata}
@@ -138,7 +138,7 @@ def _tree(metadata: Metadata, tensors: Mapping[str, TensorBoxes], parts: Mapping
     values = {key: node for part in parts.values() for key, node in part.values.items()}
     if lost := [key for key in items if key not in tensors and key not in values]:
         raise SaveDisagreementError(f"no rank has written item {lost[0]!r}; nothing was committed")
-    # In the order of the state dict; the metadata has that of the ranks that write.
+    # In the order of the state dict; the metadata has the order of the ranks that write.
     keys = dict.fromkeys((*(key for key in paths or () if key in items), *items))
     return tree_of(
         {path_of(key, [paths]): {"tensor": tensors[key].name} if key in tensors else values[key] for key in keys}

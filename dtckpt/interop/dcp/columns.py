@@ -1,8 +1,8 @@
 """Lists of DCP's items, and its metadata, that are pickled by columns: a fifth of the bytes, a tenth of the time.
 
 DCP sends the items of all plans to one rank and back, and the results and the metadata of a save to all. Each item is
-a tree of small objects, and most items differ from others by their key only. So a column has the keys, and another the
-numbers of what else there is::
+a tree of small objects, and most items differ from others by their key only. So one column has the keys, and another
+has numbers, which stand for the remaining facts of an item::
 
     items   w0 (0, 0) (4, 8) float32   w1 (0, 0) (4, 8) float32   b0 (0,) (4,) float32
     keys    w0 w1 b0                   kinds   0 0 1              0: (0, 0) (4, 8) float32   1: (0,) (4,) float32
@@ -92,7 +92,7 @@ def _state_of(properties: TensorProperties) -> Any:
 
 
 def _properties_of(state: Any) -> TensorProperties:
-    # Each tensor has one of its own: planners change their fields.
+    # A new object for each tensor: planners change the fields.
     properties = TensorProperties.__new__(TensorProperties)
     properties.__setstate__(state)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return properties
@@ -152,7 +152,7 @@ class WriteResults(_Columns[WriteResult]):
 
     Args:
         results: The results.
-        part: What else the rank tells the coordinator: a rank may have nothing to write, and copies to compare.
+        part: The rank's message to the coordinator: a rank may have nothing to write, and copies to compare.
     """
 
     _kind = WriteResult
@@ -211,9 +211,9 @@ def places_of(results: Sequence[WriteResult]) -> Iterable[Place]:
 
 
 class ShortMetadata(Metadata):
-    """DCP's metadata, which it sends to all ranks. They make its items when they are asked for, as most never are.
+    """DCP's metadata, which it sends to all ranks. A rank makes the items at their first use, as most are never used.
 
-    DCP keeps the object that its planner has made, so that one becomes a `ShortMetadata` (`shorten`).
+    DCP keeps the object that its planner has made, so this object itself becomes a `ShortMetadata` (`shorten`).
     """
 
     @classmethod

@@ -1,7 +1,7 @@
 """Compare the ranks' copies of tensors and values, of which DCP's planner has one rank write each.
 
-A rank digests what it has of every item that others have, too, whether it writes the item or not. The coordinator
-compares before the commit, and raises what `dtckpt.save` raises.
+A rank digests its copy of every item that others have, too, whether it writes the item or not. The coordinator
+compares before the commit, and raises the errors of `dtckpt.save`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TensorCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Copies:
-    """What a rank has of the items of which other ranks have copies.
+    """A rank's copies of the items that other ranks have, too.
 
     Args:
         tensors: Its copies of tensors.
@@ -76,7 +76,7 @@ def comparable(node: trees.Node) -> trees.Node:
 
 
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-"""Last parts of the names of a BatchNorm's buffers: DCP's items do not tell what modules they are of."""
+"""Last parts of the names of a BatchNorm's buffers: DCP's items do not name their modules."""
 _CURE = "give what differs by rank a key of its own on each rank, as experts of their global numbers"
 
 

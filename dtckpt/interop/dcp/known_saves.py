@@ -18,11 +18,11 @@ _KEPT = 256
 """Loads and processes that are remembered."""
 
 _known: deque[str] = deque(maxlen=_KEPT)
-"""Parts of attempts' tokens: those of attempts that were loaded, and of processes that save for each other."""
+"""Parts of attempts' tokens, of loaded attempts and of processes that save for each other."""
 
 
 def known_saves() -> tuple[str, ...]:
-    """Return what another process must note that saves for this one."""
+    """Return the tokens, or parts of them, that another process must note if it saves for this one."""
     return *_known, f"-{incarnation():x}-"
 
 

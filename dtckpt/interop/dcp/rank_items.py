@@ -36,13 +36,13 @@ Boxes = Mapping[str, Sequence[tuple[Region, WriteItem]]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankItems:
-    """What a rank writes.
+    """The resolved items that a rank writes.
 
     Args:
         source: The elements of its tensors.
         dtypes: The dtypes of its tensors as the planner resolves them, by name.
         values: The nodes of its items that are no tensors, by key.
-        inner: The tensors and arrays inside of those.
+        inner: The tensors and arrays inside of these items.
         layouts: The layouts of its tensors, by name, as far as the planner has the tensors.
     """
 
@@ -94,7 +94,7 @@ def resolve_items(items: Sequence[WriteItem], planner: SavePlanner, share: Share
 
 
 def resolve_copies(items: Iterable[WriteItem], planner: SavePlanner, mappings: object) -> Copies:
-    """Digest what a rank has of items of which other ranks have copies.
+    """Digest a rank's copies of items that other ranks have, too.
 
     Args:
         items: The items.
@@ -161,7 +161,7 @@ def _source(
         if all(copy.is_cpu for each in parts.values() for _, copies in each for copy in copies):
             return MemorySource({**parts, **own}), dtypes
     else:
-        # Such a planner makes elements, of any dtype; the planned dtype may be that of an older save.
+        # Such a planner makes elements, of any dtype; the planned dtype may come from an older save.
         dtypes = {
             name: dtype_name(_resolved(planner, item, region, name)[0].dtype)
             for name, ((region, item), *_) in boxes.items()

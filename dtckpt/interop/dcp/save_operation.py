@@ -1,11 +1,11 @@
 """`SaveOperation`: one save, as one rank goes through it, and the attempt that the coordinator has under construction.
 
-DCP does not tell a writer that a save has failed. So the attempt is removed when nobody knows the operation any more.
+DCP does not tell a writer that a save has failed. So the attempt is removed when no reference to the operation is left.
 
 The coordinator tells the other ranks of the attempt by an `Announcement`, through the plans that DCP scatters. A
 planner that caches plans (``enable_plan_caching``) drops the plan that it gets, and uses an older one. So a rank takes
-an announcement from the message itself: an `Announcement` notes itself in the thread that makes or receives it, which
-is the thread that goes on with the save.
+an announcement from the message itself. An `Announcement` notes itself in the thread that makes or receives it, and
+that thread goes on with the save.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _validate_absence(target: CommitTarget, decider: str) -> None:
 def _abandon(construction: Construction) -> None:
     """Remove an attempt that was not committed."""
     if fork_guard.is_forked():
-        return  # it is that of the parent process
+        return  # the attempt belongs to the parent process
     with contextlib.suppress(DtckptError):
         construction.abandon()
 
@@ -112,7 +112,7 @@ class Announcement:
         token: The attempt that all ranks write to.
         where: The checkpoint's path or URL.
         options: The coordinator's options.
-        share: What the rank writes; None: what it wrote when its planner cached its plan.
+        share: The rank's share; None: the same share as when its planner cached its plan.
     """
 
     def __init__(self, token: str, where: str, options: SaveOptions, share: Share | None) -> None:
@@ -175,7 +175,7 @@ def rank_folder(rank: int) -> str:
 
 
 def validate_free(where: Location) -> None:
-    """Refuse a path with a checkpoint of all ranks, to which each would add one of its own."""
+    """Refuse a path with a checkpoint of all ranks, to which each rank would add a separate checkpoint."""
     try:
         commit_target_of(where).locate()
     except CheckpointError:

@@ -38,7 +38,7 @@ def path_of(key: str, mappings: Iterable[object]) -> Path:
 
     Args:
         key: The key.
-        mappings: What planners made of the paths: those of DCP return ``{key: path}``. The first that has the key
+        mappings: The planners' records of the paths: DCP's planners return ``{key: path}``. The first that has the key
             counts. Without any, as where nothing is flattened, the key itself is the path.
     """
     for mapping in mappings:
@@ -147,7 +147,7 @@ class StateItems:
         return trees.build(item.node, read)
 
     def stream(self, key: str) -> io.BytesIO:
-        """Return an item as the bytes that DCP's planner expects: those of ``torch.save``, made here and now."""
+        """Return an item as the bytes that DCP's planner expects: ``torch.save`` makes them here and now."""
         stream = io.BytesIO()
         torch.save(self.value(key), stream)
         stream.seek(0)

@@ -1,4 +1,4 @@
-"""`DtckptStorageReader`: has DCP's ``load`` read checkpoints of ours, whoever saved them.
+"""`DtckptStorageReader`: has DCP's ``load`` read checkpoints of ours, by any writer.
 
 DCP's planner makes an item of every stored chunk that a rank needs. This reader shows it each tensor as one chunk, so
 it makes one item for every box of the rank. `dtckpt.checkpoint.reading` knows which parts of which stored chunks a box
@@ -98,7 +98,7 @@ class DtckptStorageReader(StorageReader):
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new load, of another checkpoint if one is given."""
+        """Begin a new load, of the given checkpoint, else of the same as before."""
         self._close()
         if checkpoint_id:
             self._path = location_of(checkpoint_id)
@@ -122,7 +122,7 @@ class DtckptStorageReader(StorageReader):
             raise CheckpointError("there is no path to load from; pass checkpoint_id, or DtckptStorageReader(path)")
         rank = kwargs.get("rank")
         checkpoint = open_checkpoint(self._path if rank is None else self._path / rank_folder(rank))
-        # Each rank's own checkpoint is a save of its own.
+        # The checkpoint of a single rank is a separate save, so ranks have no identity to compare.
         with gc_paused():
             self._opened = _Opened(checkpoint, StateItems(checkpoint), checkpoint.identity if rank is None else "")
             return ShortMetadata(
@@ -235,7 +235,7 @@ class _Opened:
     Args:
         checkpoint: The checkpoint.
         items: Its items.
-        attempt: The save that all ranks must have opened; empty if each opens one of its own.
+        attempt: The save that all ranks must have opened; empty if each rank opens a separate save.
     """
 
     checkpoint: Checkpoint

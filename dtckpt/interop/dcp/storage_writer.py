@@ -8,7 +8,7 @@
     coordinator    finish                   put split chunks together, merge, commit
 
 DCP does not tell a writer that a save has failed. So an attempt that was not committed is removed when its thread
-begins the next save with the same writer, or lets the writer go; and by the next save to the same path at the latest.
+begins the next save with the same writer, or lets the writer go. At the latest, the next save to the path removes it.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ from dtckpt.storage.url import Url
 class DtckptStorageWriter(StorageWriter):
     """Writes checkpoints of ours through `torch.distributed.checkpoint`.
 
-    What it writes is an ordinary checkpoint: `dtckpt.restore` reads it, and every other reader of the format. It
-    appears at the path in one step when all of it is written; until then the path holds what it held before. If a rank
+    The result is an ordinary checkpoint: `dtckpt.restore` reads it, and every other reader of the format. The
+    checkpoint appears at the path in one step when all of it is written; until then the path is unchanged. If a rank
     fails, DCP raises a ``CheckpointException`` on all, and nothing is committed.
 
     Tensors are named by the keys that lead to them in the state dict, joined with ``/``. Items that are no tensors must
@@ -86,9 +86,9 @@ class DtckptStorageWriter(StorageWriter):
 
     Args:
         path: Directory or URL of the checkpoint. The ``checkpoint_id`` of a save takes its place.
-        overwrite: Replace a checkpoint at the path, which stays until the new one is durable. Default: that of
-            ``options``; without options True, as in DCP's own writer. A warning tells of a checkpoint that this run
-            has neither saved nor loaded.
+        overwrite: Replace a checkpoint at the path, which stays until the new one is durable. Default:
+            ``options.overwrite``; without options True, as in DCP's own writer. A warning tells of a checkpoint that
+            this run has neither saved nor loaded.
         options: See `SaveOptions`; the same on all ranks. ``progress`` and ``timeout_s`` have no effect.
 
     Attributes:
@@ -149,11 +149,11 @@ class DtckptStorageWriter(StorageWriter):
         return True
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what DCP's planners are told of the checkpoint."""
+        """Return the facts about the checkpoint for DCP's planners."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a new save: give up one that this thread has not finished, and take another path if one is given."""
+        """Begin a new save: give up this thread's unfinished save, and take the new path if there is one."""
         self._thread.operation = None
         self._thread.path = None
         if checkpoint_id:
@@ -168,7 +168,7 @@ class DtckptStorageWriter(StorageWriter):
             is_coordinator: Whether this rank commits.
             args: Ignored.
             kwargs: ``rank`` and ``use_collectives``, as DCP passes them. Without collectives, each rank writes a
-                checkpoint of its own, ``rank_0`` and so on below the path.
+                separate checkpoint, ``rank_0`` and so on below the path.
 
         Raises:
             CheckpointError: There is no path.
@@ -209,7 +209,7 @@ class DtckptStorageWriter(StorageWriter):
             TreeError: Two tensors would have one name.
             TensorNameError: A key cannot be a part of a tensor's name.
             DTypeError: A dtype cannot be stored.
-            ConfigError: A pattern of ``stored_dtypes`` matches no tensor, or storage cannot hold what options ask for.
+            ConfigError: A pattern of ``stored_dtypes`` matches no tensor, or storage does not support the options.
             SaveDisagreementError: Copies cannot be compared, as the planner has dropped which rank has which.
         """
         operation, options = self._operation(), self._options
@@ -293,13 +293,13 @@ class DtckptStorageWriter(StorageWriter):
             )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Merge what all ranks wrote, and commit. Called by the coordinator.
+        """Merge the parts of all ranks, and commit. Called by the coordinator.
 
         Raises:
-            SaveDisagreementError: The ranks have not written what was planned, or have different values under one key.
+            SaveDisagreementError: The ranks have not written as planned, or have different values under one key.
             ComponentError: Ranks have tensors of different shapes or dtypes under one name.
             ReplicaMismatchError: Ranks have tensors with different elements under one name.
-            CheckpointCorruptError: What they wrote is not what they announced.
+            CheckpointCorruptError: A rank's files differ from its message.
             CheckpointExistsError: Something took the path meanwhile.
             StorageError: Storage refused, or another attempt took over.
         """

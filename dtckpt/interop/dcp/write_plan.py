@@ -1,8 +1,8 @@
 """Plan a save whose tensors DCP has divided among its ranks: from boxes to chunks.
 
 DCP's planner says which rank writes which box of which tensor. The coordinator chooses the chunks, and tells each rank
-those of its tensors (`Share`). A chunk that lies in one box is written by the box's rank. The few chunks that a box
-edge cuts are put together by one more client, the *assembler*, which is the coordinator when all ranks have written::
+the chunks of its tensors (`Share`). The rank of a box writes the chunks that lie in it. One more client, the
+*assembler*, puts together the few chunks that a box edge cuts: the coordinator, when all ranks have written::
 
     boxes    |----- rank 0 -----|----- rank 1 -----|
     chunks   |...|...|...|...|..+|...|...|...|...|..|
@@ -50,14 +50,14 @@ class TensorBoxes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the coordinator tells a rank of a plan.
+    """A rank's share of a plan, which the coordinator sends it.
 
     Args:
         client: The rank's place in the process group.
         num_clients: Ranks in the process group.
         topic: The topic of the plan.
         tensors: Of each tensor that the rank writes a box of, by DCP's key: name, array path and chunk shape.
-        shared: The rank's items of which other ranks have copies, whoever writes them.
+        shared: The rank's items of which other ranks have copies, whether this rank writes them or not.
     """
 
     client: int
@@ -109,7 +109,7 @@ def boxes_of_results(metadata: Metadata, results: Sequence[Sequence[WriteResult]
     """Return the tensors that all ranks have written, by key.
 
     Raises:
-        SaveDisagreementError: The ranks have not written what the metadata says.
+        SaveDisagreementError: No rank has written a box in the metadata, or a rank has written other items.
     """
     writers: dict[Place, int] = {}
     for client, part in enumerate(results):
@@ -183,7 +183,7 @@ def _holdings(boxes: tuple[Box, ...]) -> tuple[Holding, ...]:
 def shares_of(
     plans: Sequence[DcpPlan], tensors: Mapping[str, TensorBoxes], plan: SavePlan, options: SaveOptions
 ) -> list[Share]:
-    """Return what each rank is told of a plan.
+    """Return each rank's share of a plan.
 
     Raises:
         SaveDisagreementError: Copies cannot be compared; see `shared_items`.
@@ -213,10 +213,10 @@ def plan_share(
     inner: Sequence[TensorBoxes],
     options: SaveOptions,
 ) -> SavePlan:
-    """Plan what one rank writes; the plan is kept as that of `plan_boxes`.
+    """Plan the part of one rank; the plan is kept like the plan of `plan_boxes`.
 
     Args:
-        share: What the coordinator has told the rank.
+        share: The rank's share, from the coordinator.
         items: The rank's items.
         dtypes: The dtypes of its tensors, by name.
         inner: Tensors and arrays inside of items that are no tensors; the rank holds all of each.
@@ -291,7 +291,7 @@ def plan_written(
         paths = {tensor.spec.name: tensor.path for tensor in plan.tensors}
         paths |= {tensor.spec.name: tensor.path for tensor in plan_boxes(inner, options, num_clients).tensors}
         united = plan_boxes((*tensors, *inner), options, num_clients)
-        # Each rank has written by what it knew of the names.
+        # Each rank has chosen paths by the names that it knew.
         if moved := [tensor.spec.name for tensor in united.tensors if tensor.path != paths[tensor.spec.name]]:
             raise TensorNameError(f"names of tensors lead through {capped(map(repr, moved))}; rename a key")
         plan = replace(united, topic=plan.topic)
