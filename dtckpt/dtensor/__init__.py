@@ -1,7 +1,7 @@
 """The DTensor runtime: tensors of global shape whose components live on the devices of a mesh.
 
 Mirrors ``torch.distributed.tensor`` name for name, and has TensorFlow's names for the same things beside them. The
-public names are those of ``__all__``, and the submodules `debug`, `experimental`, `parallel` and `placement_types`;
+public names are the names in ``__all__`` and the submodules `debug`, `experimental`, `parallel` and `placement_types`;
 these are imported by the programs that use them.
 """
 
@@ -66,5 +66,5 @@ for _name, _module in list(sys.modules.items()):
 
 
 def __dir__() -> list[str]:
-    """Return the public names: those of ``__all__`` and the public submodules."""
+    """Return the public names: the names in ``__all__`` and the public submodules."""
     return sorted([*__all__, *_SUBMODULES])

@@ -1,8 +1,8 @@
 """Pack components into DTensors and unpack them: `pack`, `unpack`.
 
 `pack` checks that the components of all clients fit each other. Clients exchange a summary of their components (shapes,
-dtypes, errors), never the values; so an error of one client is raised on all. When components like those of an earlier
-call come again, their global shape is taken for granted and nothing is exchanged (`dtckpt.redistribution.agreements`).
+dtypes, errors), never the values; so an error of one client is raised on all. When a later call gets like components,
+their global shape is taken for granted and nothing is exchanged (`dtckpt.redistribution.agreements`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from dtckpt.redistribution.execute import report_error
 T = TypeVar("T")
 
 _PURPOSE = "from_local/pack"
-"""What clients exchange summaries for; `gather_objects` keeps these apart from all else."""
+"""The purpose of the exchanged summaries; `gather_objects` keeps exchanges of different purposes apart."""
 
 
 def pack(
@@ -61,8 +61,8 @@ def pack(
     they exchange shapes and dtypes, and raise the same error. Otherwise no communication, and the others raise the
     error of one client in their next call.
     Without ``run_check`` they exchange them once for components of the same shapes, dtype and layout.
-    If later the components of some clients have changed and those of others not, the next exchange raises LayoutError
-    on all; pass ``shape`` where that may happen.
+    If the components of only some clients change later, the next exchange raises LayoutError on all clients; pass
+    ``shape`` where that may happen.
 
     Args:
         tensors: One tensor, array, scalar or nested sequence of numbers per local device.
@@ -98,13 +98,13 @@ def pack_strided(
         layout: As there.
         shape: As there.
         stride: Strides of the global tensor, as it would be in one memory. Without them they follow from the largest
-            component if ``shape`` is None, and are those of a contiguous tensor otherwise.
+            component if ``shape`` is None, and otherwise from ``shape``, as for a contiguous tensor.
         run_check: As there.
         compares_values: False if ``run_check`` is to compare shapes and dtypes only.
-        requires_grad: Whether this client's components need a gradient, to be compared by ``run_check``. If those of
-            some clients do not, these take no part in the backward pass, in which the others wait for them.
-        origin: What the components were computed from, equal on all clients: when another origin comes, all clients
-            exchange summaries, also those whose components are like earlier ones.
+        requires_grad: Whether this client's components need a gradient, to be compared by ``run_check``. A client whose
+            components need none takes no part in the backward pass, and the other clients wait for it.
+        origin: The source of the components, equal on all clients. When the origin changes, all clients exchange
+            summaries, even clients whose components are like earlier ones.
     """
     _validate_mesh(layout)
     case = None
@@ -159,7 +159,7 @@ def _strided(
     stride: Sequence[int] | None,
     dtype: torch.dtype,
 ) -> DTensor:
-    """Return the DTensor with these strides; None stands for those of a contiguous tensor."""
+    """Return the DTensor with these strides; None stands for the strides of a contiguous tensor."""
     if stride is None:
         return DTensor(components, layout, shape, dtype)
     return wrap_components(components, intern_spec(layout, shape, tuple(stride), dtype))
@@ -199,7 +199,7 @@ def _case_of(tensors: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
 def _kind_of(tensor: Any) -> Any:
     if not isinstance(tensor, torch.Tensor):
         return object()  # equal to nothing: such components are looked at each time
-    # What is not dense is refused, and may have no strides.
+    # Tensors that are not dense are refused, and may have no strides.
     stride = tensor.stride() if tensor.layout is torch.strided else None
     return (
         type(tensor),
@@ -214,7 +214,7 @@ def _kind_of(tensor: Any) -> Any:
 
 
 def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
-    """Return the error that all clients raise: that of the first client that has any.
+    """Return the error that all clients raise: the error of the first client that has any.
 
     Collective: Over the mesh's clients. It takes the place of the exchange in `pack`, which this client cannot reach.
     """
@@ -412,7 +412,7 @@ class ComponentSummary:
             validate_reductions(layout.partial, getattr(torch, self.dtype))
 
     def validate(self, layout: Layout, shape: tuple[int, ...]) -> None:
-        """Check that the components are those of a tensor of ``shape``."""
+        """Check that the components belong to a tensor of ``shape``."""
         if len(shape) != layout.rank:
             raise ComponentError(f"global shape does not fit the layout; got {shape}, expected {layout.rank} dims")
         # In order of devices, so that all clients name the same one.

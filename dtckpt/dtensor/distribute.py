@@ -70,8 +70,8 @@ def distribute_tensor(
         return _validated(tensor, mesh, placements)
     layout = _layout_of(tensor, mesh, placements, src_data_rank)
     if src_data_rank is not None and not mesh.is_remote() and mesh.num_clients > 1:
-        # Before anybody sends: an error here, or other arguments, would leave the others waiting for values. So an
-        # error is a value until all clients have told theirs.
+        # Agree before any client sends: an error here, or other arguments, would leave the other clients waiting for
+        # values. So an error is a value until all clients have told theirs.
         layout = _agreed_layout(layout, tensor, mesh, src_data_rank)
     if isinstance(layout, DtckptError):
         raise layout

@@ -20,7 +20,7 @@ from dtckpt.redistribution.execute import plan_redistribution, redistribute_comp
 T = TypeVar("T")
 
 _NBYTES = 504
-"""Bytes of an object in the first exchange; those of most objects fit."""
+"""Bytes of an object in the first exchange; most objects fit."""
 _LENGTH_NBYTES = 8
 
 
@@ -44,7 +44,7 @@ def gather_objects(value: T, mesh: Mesh, purpose: str) -> list[T]:
         CoordinationError: A client is gone.
     """
     if is_fake():
-        return [value] * mesh.num_clients  # the buffers hold what nobody sent, such as the length of an object
+        return [value] * mesh.num_clients  # no client sends, so the buffers hold no valid length of an object
     if mesh.device_type != "cpu":
         return _gathered_beside_gpus(value, mesh, purpose)
     data = pickle.dumps(value)
@@ -73,7 +73,7 @@ def _rows(data: bytes, width: int, mesh: Mesh, purpose: str) -> list[bytes]:
 
 
 def _gathered_beside_gpus(value: T, mesh: Mesh, purpose: str) -> list[T]:
-    # Messages between GPUs carry no digest of what clients take for granted, so it is compared here.
+    # Messages between GPUs carry no digest of the clients' agreements, so compare the digests here.
     own = (agreements.digest(mesh.clients), purpose, value)
     gathered: list[tuple[int, str, Any]] = all_gather_object(own, mesh.clients)
     if len({(digest, asked) for digest, asked, _ in gathered}) > 1:

@@ -92,7 +92,7 @@ def to_local(tensor: DTensor, gradient: Layout) -> torch.Tensor:
 class AwaitedTensor(torch.Tensor):
     """A component of a DTensor that was redistributed with ``async_op``: a plain tensor that has `wait`, as PyTorch's.
 
-    What operators make of it are plain tensors.
+    Operators on it return plain tensors.
     """
 
     __torch_function__ = torch_private.disabled_torch_function
@@ -281,7 +281,7 @@ def full_tensor(tensor: DTensor, gradient: Layout | None = None) -> torch.Tensor
 
 
 def broadcast_copies(tensor: DTensor) -> DTensor:
-    """Return a tensor whose components all equal that of the first device along the replicated axes. Differentiable.
+    """Return a tensor with the first device's component on all devices along the replicated axes. Differentiable.
 
     The gradient passes as if nothing had been sent.
 
@@ -315,7 +315,7 @@ def _broadcast(tensor: DTensor) -> DTensor:
     parts = [own[name].reshape((1,) * len(pending) + own[name].shape) for name in firsts.local_devices()]
     source = DTensor(parts, Layout(specs, firsts), shape, tensor.dtype, device=tensor.device)
     moved = dict(zip(own, redistribute(source, Layout(specs, mesh)).components, strict=True))
-    # The first devices keep their components, which share memory with what the caller passed.
+    # The first devices keep their components, which share memory with the caller's tensors.
     components = [
         part if name in firsts.local_devices() else moved[name].reshape(part.shape) for name, part in own.items()
     ]

@@ -94,7 +94,7 @@ def _redistribute(
             mesh = require_mesh(device_mesh)
         layout = cached_layout(mesh, placements, tensor.ndim)
     except DtckptError as error:
-        # On both meshes, since clients of either may wait for what this one should send.
+        # Report on both meshes, since clients of either mesh may wait for this client's messages.
         execute.report_error(error, [tensor.device_mesh, mesh], is_numbered=True)
         raise
     moved = redistribute(

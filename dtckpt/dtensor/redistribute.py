@@ -3,8 +3,9 @@
 This is the part above `dtckpt.redistribution.execute`, which moves components and knows no DTensors: here are the
 checks of arguments, conversions of dtype, and gradients.
 
-Gradients follow the values: the gradient of a sharded tensor is sharded alike, that of a replicated one replicated.
-The gradient of a Partial one is replicated: each term adds to the tensor, so each has the tensor's whole gradient.
+Gradients follow the values: the gradient of a sharded tensor is sharded alike, the gradient of a replicated tensor is
+replicated. The gradient of a Partial tensor is replicated: each term adds to the tensor, so each has the tensor's whole
+gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Request:
 
     Args:
         plans: One per tensor.
-        layouts: The layouts that were asked for. Those of the plans may be on equal meshes that know other names.
+        layouts: The layouts that were asked for. The layouts of the plans may be on equal meshes that know other names.
         backward_dtype: The dtype to convert gradients to before they are moved back; default each tensor's own.
         is_async: Whether to return while the last exchange is in progress.
     """
@@ -53,7 +54,7 @@ class _Request:
 class _Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, request: _Request, *tensors: DTensor) -> tuple[DTensor, ...]:
-        # Else torch would make zeros for results that nobody used, and these would have to be moved.
+        # Else torch would make zeros for unused results, and these would have to be moved.
         ctx.set_materialize_grads(False)
         ctx.sources = [(tensor.layout, tensor.dtype) for tensor in tensors]
         ctx.backward_dtype = request.backward_dtype

@@ -20,11 +20,11 @@ from dtckpt.layout.placement import Partial, Replicate, Shard, _StridedShard
 def reduce(tensor: DTensor) -> tuple[Any, ...]:
     """Return a function and its arguments for `pickle`; as in PyTorch, without hooks and gradient.
 
-    Views whose components share memory with those of their source share it again where PyTorch's plain tensors do.
-    Other views become tensors of their own.
+    Views whose components share memory with the source's components share it again where PyTorch's plain tensors do.
+    Other views become separate tensors.
     """
     warn_if_has_hooks(tensor)
-    # A view that shares no memory with its source becomes a tensor of its own, whose writes nobody else need count.
+    # A view that shares no memory with its source becomes a separate tensor, whose writes no other tensor counts.
     writes = None if tensor._view is not None else tensor._writes
     state = *_description(tensor), _attributes(tensor), *_place(tensor), writes
     return rebuild, (type(tensor), tensor.components, *state)
@@ -42,7 +42,7 @@ def rebuild(  # noqa: PLR0917  (pickle passes positions)
     offset: int | None = None,
     writes: view_tracking.WriteCounter | None = None,
 ) -> DTensor:
-    """Return a tensor, a leaf, from the arguments that `reduce` returned; those of older pickles end before strides."""
+    """Return a tensor, a leaf, from the arguments that `reduce` returned; older pickles end before strides."""
     tensor = DTensor.__new__(kind, components, layout, shape, dtype, stride=stride, offset=offset)
     vars(tensor).update(attributes)
     tensor.requires_grad_(requires_grad)

@@ -69,7 +69,7 @@ def _total_norm(
 def _norms_on_one_mesh(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
     """Return tensors on one mesh with the same total norm: the tensors themselves, or else their norms.
 
-    The norm of norms is that of the norms' absolute values, so PyTorch's function may take norms for gradients.
+    The norm of norms equals the norm of their absolute values, so PyTorch's function may take norms for gradients.
     """
     meshes = _meshes_of(tensors)
     if len(meshes) < 2:

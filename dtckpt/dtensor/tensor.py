@@ -64,16 +64,16 @@ class DTensor(torch.Tensor):
         shape: Global shape.
         dtype: Dtype of the components.
         device: The device of a tensor without components on this client; default the host.
-        stride: Strides of the global tensor; default those of a contiguous one.
+        stride: Strides of the global tensor; default: the strides of a contiguous tensor.
         offset: Storage offset of the global tensor; only with ``stride``.
     """
 
     _components: tuple[torch.Tensor, ...]
     _layout: Layout
     _pending: RunningRedistribution | None = None
-    """The redistribution that still writes to the components; whoever reads them waits for it."""
+    """The redistribution that still writes to the components; each reader of the components waits for it."""
     _is_async: bool = False
-    """Whether it was redistributed with ``async_op``: programs may call ``wait`` on what `to_local` returns."""
+    """Whether it was redistributed with ``async_op``: programs may call ``wait`` on the result of `to_local`."""
     _spec: Spec | None = None
     """Description for operators, made by `spec_of` when an operator first asks for it."""
     _view: Any = None
@@ -172,10 +172,11 @@ class DTensor(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient, in the layout of the tensor; that of a Partial tensor is replicated.
+        """The gradient, in the layout of the tensor; a Partial tensor has a replicated gradient.
 
         A backward pass may leave a gradient with pending reductions, or in another layout. It is redistributed when it
-        is first read, and stored so. One that is assigned in another layout shares its values with what is stored.
+        is first read, and stored so. A gradient that is assigned in another layout shares its values with the stored
+        gradient.
 
         Collective: Over the mesh's clients, when it is read for the first time after a backward pass, and when one in
         another layout is assigned.
@@ -226,7 +227,7 @@ class DTensor(torch.Tensor):
             shape: Global shape. Without it the clients find it together, also for uneven shards. A client outside the
                 mesh takes the shards to be even.
             stride: Strides of the global tensor. Without it they follow from the components if ``shape`` is None; with
-                ``shape`` they are those of a contiguous tensor.
+                ``shape`` they are the strides of a contiguous tensor.
             grad_placements: Placements of the component's gradient; default the tensor's, with Replicate for Partial.
 
         Raises:
@@ -275,7 +276,7 @@ class DTensor(torch.Tensor):
                 gradient is a term of it. Default replicated.
 
         Raises:
-            LayoutError: ``grad_placements`` do not fit the mesh, or shard the gradient of what is whole.
+            LayoutError: ``grad_placements`` do not fit the mesh, or shard the gradient of a whole tensor.
         """
         return self._methods.full_tensor(self, grad_placements)
 
@@ -352,7 +353,7 @@ class DTensor(torch.Tensor):
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return self._methods.shard_at(self, index)
 
-    # --- memory: that of the components, as the tensor itself has none ---------------------------------------------
+    # --- memory of the components, as the tensor itself has none ---------------------------------------------------
 
     def new_tensor(self, data: Any, **options: Any) -> torch.Tensor:  # type: ignore[override]  # torch lists them
         """Return a plain tensor of some data, of this dtype on this device, as PyTorch's DTensor does."""
@@ -392,14 +393,14 @@ class DTensor(torch.Tensor):
         """
         raise OperatorError("apply_: not for DTensors; local_map runs a function on the components")
 
-    # --- values as numbers: every client gets those of the whole tensor -------------------------------------------
+    # --- values as numbers: every client gets the whole tensor -----------------------------------------------------
 
     def tolist(self) -> Any:
         """Return the values as nested lists. Collective: As `full_tensor`."""
         return self.full_tensor().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Return the values as an array, in memory of its own. Collective: As `full_tensor`."""
+        """Return the values as an array, in separate memory. Collective: As `full_tensor`."""
         return self.full_tensor().numpy(force=force)
 
     def __array__(self, dtype: Any = None) -> Any:
@@ -502,7 +503,7 @@ def wrap_components(
 
 
 def with_stride(tensor: DTensor, stride: tuple[int, ...]) -> DTensor:
-    """Return a tensor that nobody else has yet with these strides; its components stay as they are."""
+    """Return a new tensor, which no other code holds yet, with these strides; its components stay as they are."""
     if tensor.stride() == stride:
         return tensor
     result = wrap_components(

@@ -64,7 +64,7 @@ def relayout(tensor: Any, layout: Any, name: str | None = None) -> Any:
 
 
 def copy_to_mesh(tensor: Any, layout: Layout, source_layout: Layout | None = None) -> DTensor:
-    """Return a DTensor of a plain tensor: each client cuts its devices' components out of its own copy.
+    """Return a DTensor of a plain tensor: each client cuts its devices' components out of its copy.
 
     Nothing is communicated. Uneven sizes follow ``torch.chunk``; a MATCH spec means unsharded. A DTensor is
     redistributed instead (collective then).

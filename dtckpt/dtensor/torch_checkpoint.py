@@ -71,8 +71,8 @@ def _chunk(region: Region) -> ChunkStorageMetadata:
 def _copies_by_region(tensor: DTensor) -> Mapping[Region, Sequence[torch.Tensor]]:
     """Return the regions of this client's devices, with all copies of each.
 
-    Empty regions are left out: one may begin where another region does, and PyTorch tells chunks apart by their offset.
-    A tensor without elements has one empty region, so that the checkpoint knows it.
+    Empty regions are left out: an empty region may begin where another region does, and PyTorch tells chunks apart by
+    their offset. A tensor without elements has one empty region, so that the checkpoint knows it.
     """
     layout, shape = tensor.layout, tuple(tensor.shape)
     if layout.partial:

@@ -41,7 +41,7 @@ With `backward`, it would look at each of the functions that PyTorch calls betwe
 
 
 def own_untraceable_methods(tensor_class: type[torch.Tensor]) -> None:
-    """Give a class functions of its own for the methods that `torch.compile` would fail to trace.
+    """Give a class separate functions for the methods that `torch.compile` would fail to trace.
 
     `keep_from_tracing` then has the graph break at them.
     """
@@ -73,9 +73,9 @@ def keep_from_tracing(members: Iterable[Any], *, with_callees: bool = True) -> N
     ``torch.compiler.disable`` does the same, but imports the compiler and adds a wrapper that costs every call.
 
     Args:
-        members: Functions of this package, and classes, which stand for all functions that they define. All else is
-            left alone, such as what a module imports.
-        with_callees: Whether what the functions call is not compiled either.
+        members: Functions of this package, and classes, which stand for all functions that they define. Other objects
+            are left alone, such as the imports of a module.
+        with_callees: Whether the functions that they call are not compiled either.
     """
     dynamo = torch_private.dynamo
     skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
@@ -103,7 +103,7 @@ def _functions_of(members: Iterable[Any]) -> Iterator[types.FunctionType]:
 
 
 def _own_code_of(function: types.FunctionType) -> types.CodeType | None:
-    """Return a function's code if it is in this package; of a context manager's wrapper, that of the function in it."""
+    """Return a function's code if it is in this package; for a context manager's wrapper, the inner function's code."""
     for one in (function, inspect.unwrap(function)):
         code: types.CodeType | None = getattr(one, "__code__", None)
         if code is not None and code.co_filename.startswith(_FOLDER):
@@ -112,7 +112,7 @@ def _own_code_of(function: types.FunctionType) -> types.CodeType | None:
 
 
 def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Yield the code of a function, and that of the functions inside of it."""
+    """Yield the code of a function and of the functions inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

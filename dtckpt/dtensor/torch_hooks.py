@@ -66,7 +66,7 @@ def _unwrap_for_comparison(actual: Any, expected: Any) -> tuple[Any, Any]:
 
     Raises:
         AssertionError: Placements or meshes differ.
-        TypeError: One of the two is a DTensor, the other one not.
+        TypeError: Only the first or only the second value is a DTensor.
     """
     are_dtensors = isinstance(actual, DTensor), isinstance(expected, DTensor)
     if not any(are_dtensors):
@@ -175,7 +175,7 @@ def _add_parameters(optimizer: torch.optim.Optimizer, param_group: dict[str, Any
 def _step_of_both(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return the step of an optimizer's class that `torch.compile` traces for plain tensors alone.
 
-    Of a step on DTensors it would trace what PyTorch calls for each parameter, and find nothing to compile.
+    In a step on DTensors it would trace PyTorch's calls for each parameter, and find nothing to compile.
     """
 
     @wraps(step)

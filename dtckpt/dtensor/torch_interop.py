@@ -34,7 +34,7 @@ def layout_and_local(value: Any, kept: KeptLayouts | None = None) -> tuple[Layou
     Args:
         value: The tensor.
         kept: Layouts of tensors that were converted before, and will be of this one: a model has thousands that lie
-            alike. It must not outlive what a layout depends on, as the default process group.
+            alike. It must not outlive the objects on which a layout depends, as the default process group.
 
     Raises:
         LayoutError: Its placements have no counterpart here, or its local part is a `DTensor` itself.

@@ -65,7 +65,8 @@ def create_distributed_mesh(
     Does not communicate. Every client calls it with the same axes and equally many local devices.
 
     Args:
-        mesh_dims: Axes and sizes, major first; their product is the number of local devices times that of clients.
+        mesh_dims: Axes and sizes, major first; their product is the number of local devices times the number of
+            clients.
         mesh_name: Name of the mesh.
         local_devices: Names of this client's devices; default: all of ``device_type``.
         device_type: ``CPU`` (the default), ``GPU`` or ``TPU``.

@@ -184,7 +184,7 @@ def _make_mesh(
     """Return the mesh of an array of ranks, after the remaining checks.
 
     The checks that depend on the arguments alone come first, before `_world_size` may communicate: then all clients
-    refuse the same arguments, and none waits for another.
+    refuse the same arguments, and no client waits for another.
     """
     _validate_device_type(device_type)
     flat = ranks.ravel()
@@ -290,7 +290,7 @@ def _has_chosen_gpu() -> bool:
 # --- conversion from and to PyTorch's class --------------------------------------------------------------------------
 
 _converted: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Mesh]] = WeakKeyDictionary()
-"""By PyTorch mesh: what else the result of `mesh_of` depends on, and the result."""
+"""By PyTorch mesh: the other inputs of the result of `mesh_of`, and the result."""
 _adopted: tuple[Any, dict[Mesh, Any]] = None, {}
 """The default process group; and by mesh, the PyTorch mesh whose groups it has, the first that there was."""
 
@@ -347,7 +347,7 @@ def adopt(device_mesh: Any) -> Mesh:
 
 
 def _adopted_meshes() -> dict[Mesh, Any]:
-    """Return the adopted meshes of the present default group, and drop those of an earlier one.
+    """Return the adopted meshes of the present default group, and drop the meshes of an earlier group.
 
     A PyTorch mesh refers to its groups. In a dictionary with groups as weak keys it would keep its own key alive, and
     each group has threads.
@@ -400,7 +400,7 @@ def as_mesh(mesh: MeshLike) -> Mesh:
 
 
 def require_mesh(device_mesh: MeshLike | None) -> Mesh:
-    """Return a mesh as a `Mesh`; for None, the default mesh: that of the innermost ``with mesh:`` block.
+    """Return a mesh as a `Mesh`; for None, the default mesh, from the innermost ``with mesh:`` block.
 
     Args:
         device_mesh: A `Mesh`, PyTorch's ``DeviceMesh``, or None.

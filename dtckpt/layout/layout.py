@@ -490,7 +490,7 @@ class Layout:
 
 
 def layout_of_parts(kind: str, specs: tuple[Spec, ...], partial: tuple[tuple[str, str], ...], mesh: Mesh) -> Layout:
-    """Rebuild a layout from what `Layout.__reduce__` pickles; layouts in one pickle share their mesh again."""
+    """Rebuild a layout from the values of `Layout.__reduce__`; layouts in one pickle share their mesh again."""
     layout = Layout.from_record(text_format.LayoutRecord(kind, specs, partial, mesh.record))
     vars(layout)["_mesh"] = mesh
     return layout

@@ -599,12 +599,12 @@ class Mesh:
 
 
 def mesh_of_bytes(data: bytes, origins: dict[str, tuple[str, ...]]) -> Mesh:
-    """Rebuild a mesh from what `Mesh.__reduce__` pickles: plain values, which `torch.load(weights_only=True)` takes."""
+    """Rebuild a mesh from the plain values of `Mesh.__reduce__`; `torch.load(weights_only=True)` takes them."""
     mesh = Mesh.from_proto(layout_pb2.MeshProto.FromString(data))
     vars(mesh)["origins"] = origins
     return mesh
 
 
 def get_default_mesh() -> Mesh | None:
-    """Return the default mesh: that of the innermost ``with mesh:`` or `run_on` block, or None outside of any."""
+    """Return the default mesh, from the innermost ``with mesh:`` or `run_on` block, or None outside of any."""
     return next(reversed(_blocks.get()), None)

@@ -386,14 +386,14 @@ _PARTS = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distribut
 
 
 def validate_caller(what: str, depth: int = 2) -> None:
-    """Check that none of these parts of PyTorch calls.
+    """Check that the caller is not in these parts of PyTorch.
 
     Args:
         what: The name that is asked for.
         depth: How many calls lie between the caller in question and this function.
 
     Raises:
-        MeshTypeError: One of them does.
+        MeshTypeError: The caller is in these parts.
     """
     caller = str(sys._getframe(depth).f_globals.get("__name__"))
     if caller.startswith(_PARTS):

@@ -54,14 +54,14 @@ class Placement:
     __slots__ = ()
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """Tell whether this is a `Shard` (of this dim, when one is given)."""
+        """Tell whether this is a `Shard` (of this dim, if given)."""
         return isinstance(self, Shard) and dim in (None, self.dim)
 
     def is_replicate(self) -> bool:
         return isinstance(self, Replicate)
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """Tell whether this is a `Partial` (of this reduction, when one is given)."""
+        """Tell whether this is a `Partial` (of this reduction, if given)."""
         return isinstance(self, Partial) and reduce_op in (None, self.reduce_op)
 
 
@@ -128,7 +128,7 @@ class _StridedShard(Placement):
 def placement_of(value: Any) -> Any:
     """Return a placement of PyTorch's as the one of this library; any other value as it is.
 
-    A subclass of PyTorch's placements stays as it is, too: what it adds has no counterpart here. So ``_NormPartial``,
+    A subclass of PyTorch's placements stays as it is, too: its additions have no counterpart here. So ``_NormPartial``,
     whose terms are norms, does not become a pending sum.
     """
     if value is None or isinstance(value, Placement):

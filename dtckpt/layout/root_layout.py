@@ -44,7 +44,7 @@ def _root_axes(mesh: Mesh) -> tuple[tuple[str, str], ...] | None:
 
 def _find_root_axes(mesh: Mesh) -> tuple[tuple[str, str], ...] | None:
     root, offsets = mesh.root_offsets
-    # By position and not by name: an axis of a slice may have a name of its own.
+    # By position and not by name: an axis of a slice may have another name.
     coordinates = np.array(np.unravel_index(np.array(offsets), root.shape)).reshape(root.ndim, *mesh.shape)
     expected = coordinates.copy()
     expected[:] = expected.reshape(root.ndim, -1)[:, 0].reshape(-1, *[1] * mesh.ndim)

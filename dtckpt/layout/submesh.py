@@ -109,6 +109,6 @@ def _part(
 ) -> Mesh:
     """Return the mesh of the devices at some row-major offsets in a mesh, and note its root."""
     part, (root, root_offsets) = type(mesh).from_record(record), mesh.root_offsets
-    # Written past the frozen dataclass: these are cached properties, whose defaults are those of a root.
+    # Written past the frozen dataclass: these are cached properties, whose defaults describe a root.
     vars(part).update(root_offsets=(root, [root_offsets[offset] for offset in offsets]), backends=backends)
     return part

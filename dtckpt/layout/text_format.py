@@ -1,14 +1,14 @@
 """Text and proto forms of meshes and layouts, as TensorFlow writes them.
 
-The functions convert between text or proto and plain records. They do not validate records: only `Mesh` and `Layout`
-know what a valid mesh or layout is. Texts and bytes equal TensorFlow's for everything that TensorFlow can express.
-There are two extensions: a dim split by several axes is written ``x+y``, and pending reductions are written
-``partial:y=sum,`` between the specs and the mesh.
+The functions convert between text or proto and plain records. They do not validate records; `Mesh` and `Layout` do.
+Texts and bytes equal TensorFlow's for everything that TensorFlow can express. There are two extensions: a dim
+split by several axes is written ``x+y``, and pending reductions are written ``partial:y=sum,`` between the specs and
+the mesh.
 
 TensorFlow's ``shape_and_slices`` strings say that a tensor is a slice of a larger one (`parse_slice_spec`). For example
-``"4 5 0,2:-"`` is the slice ``[0:2, :]`` of a tensor of shape (4, 5). The form is that of TensorFlow's ``SaveV2``: the
-dims of the larger tensor, then ``start,length`` or ``-`` (all) per dim, joined by colons. The empty string stands for
-the whole tensor.
+``"4 5 0,2:-"`` is the slice ``[0:2, :]`` of a tensor of shape (4, 5). TensorFlow's ``SaveV2`` uses this form: the dims
+of the larger tensor, then ``start,length`` or ``-`` (all) per dim, joined by colons. The empty string stands for the
+whole tensor.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def mesh_from_text(text: str) -> MeshRecord:
     Drops the global devices if the flag for XLA SPMD follows them, as TensorFlow does.
 
     Raises:
-        MeshError: The text has none of these forms.
+        MeshError: The text is in no known form.
     """
     if not isinstance(text, str):
         raise MeshTypeError(f"mesh text: got {type(text).__name__}, expected str")

@@ -1,1 +1,1 @@
-"""Pictures of meshes, layouts and tensors: SVG text, shardings, tables in the terminal, and what notebooks show."""
+"""Pictures of meshes, layouts and tensors: SVG text, shardings, tables in the terminal, displays in notebooks."""

@@ -109,7 +109,7 @@ def range_text(span: Span) -> str:
 
 
 def _runs(ids: Sequence[int]) -> Iterator[Span]:
-    """Yield first and last id of every run of three or more consecutive ids, and each other id as a run of its own."""
+    """Yield first and last id of every run of three or more consecutive ids, and each other id as a separate run."""
     for _, group in itertools.groupby(enumerate(ids), lambda item: item[1] - item[0]):
         run = [device for _, device in group]
         yield from [(run[0], run[-1])] if len(run) > 2 else [(device, device) for device in run]

@@ -40,7 +40,7 @@ _FORWARD, _BACKWARD, _RECOMPUTED = "forward", "backward", "activation checkpoint
 
 @dataclass(frozen=True, slots=True)
 class _OperatorRun:
-    """An operator that ran; shapes, placements and mesh are those of its DTensor arguments."""
+    """An operator that ran; shapes, placements and mesh describe its DTensor arguments."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...] = ()

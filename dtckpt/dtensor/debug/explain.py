@@ -43,7 +43,7 @@ class Traffic:
         device: Complete name.
         client: Its client.
         received: Bytes from other clients.
-        copied: Bytes from devices of its own client, itself included.
+        copied: Bytes from devices of the same client, the device itself included.
         lower_bound: Bytes that its client must receive for it: its new box without the parts that the client held. A
             box that several devices of one client need counts for the first of them. A box that is reduced counts
             once, if the client did not hold all terms.
@@ -89,8 +89,8 @@ class Explanation:
         shape: Global shape.
         dtype: The tensor's dtype.
         steps: In order; none if nothing has to be done.
-        devices: Sums over the steps, and the lower bounds of the whole change. Those of the target in mesh order,
-            then those that only take part in between.
+        devices: Sums over the steps, and the lower bounds of the whole change. The devices of the target come first, in
+            mesh order; then devices that only take part in between.
     """
 
     source: Layout

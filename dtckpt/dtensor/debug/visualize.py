@@ -28,8 +28,9 @@ def _subject_of(tensor: DTensor | Layout, shape: Sequence[int] | None) -> Subjec
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
     """Print which device holds which region of a tensor, once per mesh.
 
-    The client that owns the mesh's first device prints, the others do nothing; no client waits for another. Tensors
-    with two or three dims are drawn, those of other ranks, or cut very finely, get a list of regions.
+    The client that owns the mesh's first device prints, the others do nothing; no client waits for another. The
+    function draws tensors with two or three dims. For other tensors, and for very fine cuts, it prints a list of
+    regions.
 
     Args:
         dtensor: The tensor.

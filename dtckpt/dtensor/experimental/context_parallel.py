@@ -43,7 +43,7 @@ def context_parallel(
         mesh: A mesh of one axis, with one device per client.
         buffers: Plain tensors, the same on every client. In the block each holds this client's part of the sequence.
         buffer_seq_dims: Which dim of every buffer is the sequence.
-        no_restore_buffers: Those of the buffers that stay parts at the end; the others become whole again.
+        no_restore_buffers: Buffers that stay parts at the end; the other buffers become whole again.
 
     Raises:
         MeshError: The mesh has several axes, or clients with several devices, or this client has none.
@@ -178,7 +178,7 @@ class _RingAttentionMode(TorchFunctionMode):
     ) -> Any:
         del types
         named = dict(kwargs or {})
-        # Attention of DTensors has a sharding rule of its own.
+        # Attention of DTensors has a separate sharding rule.
         if func is not _ATTENTION or any(isinstance(one, DTensor) for one in (*args, *named.values())):
             return func(*args, **named)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -218,7 +218,7 @@ class _RingAttentionMode(TorchFunctionMode):
         """Return every client's runs of sequences of which this client's parts have these lengths.
 
         Raises:
-            OperatorError: The lengths are not those of parts of a sequence.
+            OperatorError: The lengths do not belong to the parts of one sequence.
         """
         count = len(self._ring.clients)
         lengths = [own] * count if self._is_even else _gather_by_position(self._ring, own)

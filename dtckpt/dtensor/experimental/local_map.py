@@ -53,7 +53,7 @@ def local_map(
             The entry of a plain tensor does not matter.
         in_grad_placements: Placements of the components' gradients, one entry per value likewise; None means the
             argument's own, with Replicate for Partial.
-        device_mesh: The mesh of all DTensors, arguments and results; default that of the arguments.
+        device_mesh: The mesh of all DTensors, arguments and results; default: the mesh of the arguments.
         redistribute_inputs: Redistribute arguments to ``in_placements``. Otherwise, other placements are an error.
 
     Raises:

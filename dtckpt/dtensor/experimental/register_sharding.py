@@ -71,10 +71,10 @@ def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Fun
     """Return a decorator for a function that defines how operators may be sharded. It replaces the operators' rules.
 
     The function takes the arguments of the operator, with an `OperandSpec` in place of each tensor. It returns pairs:
-    the placements of the results, and those of the arguments, along one mesh axis. Along each axis of a mesh any pair
-    may be taken. The placements of arguments are in the order in which arguments are passed, those by name last; None,
-    or nothing, stands for a value that is no tensor. When the operator runs on a device's pieces of the arguments, the
-    result must be that device's piece of the results.
+    the placements of the results and the placements of the arguments, along one mesh axis. Along each axis of a mesh
+    any pair may be taken. The placements of arguments are in the order in which arguments are passed, those by name
+    last; None, or nothing, stands for a value that is no tensor. When the operator runs on a device's pieces of the
+    arguments, the result must be that device's piece of the results.
 
     The cheapest pair is taken. If no pair fits, everything is replicated. A pair fits if each shard has elements, and
     tensors that the operator writes to keep their layouts.
@@ -104,8 +104,8 @@ def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Fun
 class RegisteredPlan(Plan):
     """Runs an operator as its sharding function defines.
 
-    The function may depend on the values of floats. Other plans are cached without these, so this one has a cache of
-    its own, by the floats among the arguments.
+    The function may depend on the values of floats. The keys of the common cache lack these values, so this plan has a
+    separate cache, by the floats among the arguments.
     """
 
     route = "rule"
@@ -178,7 +178,7 @@ class _RowPlan(RulePlan):
 
     def _wrap(self, number: int, components: Sequence[torch.Tensor], start: int = 0) -> DTensor:
         layout, shape = self._results[number], self._shapes[number]
-        # A row is a promise that nobody else checks. A wrong one would give a DTensor whose pieces do not fit.
+        # No other code checks the row. A wrong row would give a DTensor whose pieces do not fit.
         for device, component in zip(layout.mesh.local_device_ids(), components, strict=True):
             expected = layout.region(device, shape).shape
             if tuple(component.shape) != tuple(expected):

@@ -98,7 +98,7 @@ class Ring:
             raise
 
     def shift(self, tensors: Sequence[torch.Tensor], lengths: Sequence[int], step: int, tag: int) -> RingShift:
-        """Start to send tensors to the next client of the ring, and to receive those of the client before.
+        """Start to send tensors to the next client of the ring, and to receive the tensors of the previous client.
 
         Args:
             tensors: Of shape (batch, heads, length, features), from the client ``step`` positions before.
@@ -107,7 +107,7 @@ class Ring:
             tag: Keeps apart messages that are in flight together.
         """
         count = len(self.clients)
-        # The client before is one position back, and what it has then came from ``step`` positions before itself.
+        # The previous client is one position back; its tensors in this step come from ``step`` positions before it.
         length = lengths[(self.position - step - 1) % count]
         device = self.message_device
         buffers = [one.new_empty((*one.shape[:2], length, *one.shape[3:]), device=device) for one in tensors]
@@ -311,7 +311,7 @@ def _merge(out: torch.Tensor, sums: torch.Tensor, scores: torch.Tensor, value: t
         value: Values of the new keys, of shape (batch, heads, keys, features).
     """
     fresh = scores.logsumexp(-1)
-    # Rescale what was merged before, as if both sums had been one from the start. Logarithms do not overflow.
+    # Rescale the outputs so far, as if both sums had been one from the start. Logarithms do not overflow.
     both = torch.logaddexp(sums, fresh)
     weights = scores.sub_(both[..., None]).exp_()
     out.mul_((sums - both).exp_()[..., None]).add_(weights @ value)

@@ -170,7 +170,7 @@ class UnknownResultError(Exception):
 
 
 def run_on_meta(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[DTensor]) -> Any:
-    """Run an operator on meta tensors: return results with metadata alone; raise what it raises for such arguments.
+    """Run an operator on meta tensors: return results with metadata alone, or raise the operator's error.
 
     Args:
         func: The operator.
@@ -179,7 +179,7 @@ def run_on_meta(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], 
         tensors: The tensors among all arguments, in order.
     """
     if "device" not in kwargs and (ones := _small_ones(func, tensors)):
-        with suppress(RuntimeError):  # There may be no kernel for the dtype; meta kernels raise what is wrong.
+        with suppress(RuntimeError):  # The dtype may have no kernel; for wrong arguments the meta kernel raises.
             plain_args, plain_kwargs = replace_tensors(args, kwargs, ones)
             return func(*plain_args, **plain_kwargs)
     if func in meta_strides.DEVICE_DEPENDENT:
@@ -204,7 +204,7 @@ _SMALL = 1 << 12
 def _small_ones(func: Operator, tensors: Sequence[DTensor]) -> list[torch.Tensor]:
     """Return plain tensors in place of the operands of an operator on elements; none if they or the result are large.
 
-    Of ones, each such operator has a result, and its strides are exact, also those of dims of size 1.
+    The tensors hold ones, for which each such operator has a result. Its strides are exact, also in dims of size 1.
     """
     tags = func.tags
     if torch.Tag.pointwise not in tags or torch.Tag.nondeterministic_seeded in tags or func._schema.is_mutable:
@@ -247,10 +247,10 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Any]:
 
 
 def raise_versions(func: Operator, written: Iterable[torch.Tensor]) -> None:
-    """Raise the version counters of tensors that an operator has written to below autograd, if nobody else does.
+    """Raise the version counters of tensors that an operator has written to below autograd, if PyTorch does not.
 
-    PyTorch raises them where a tensor is an argument itself. Of those in lists it leaves that to the operators, and
-    those of fused steps do not.
+    PyTorch raises the counter of a tensor that is an argument itself. For tensors in lists it leaves this to the
+    operators, and the operators of fused steps do not.
     """
     if func.name().startswith("aten::_foreach_"):
         torch.autograd.graph.increment_version(list(written))

@@ -43,7 +43,7 @@ class Entry:
         route: ``rule``, ``decomposition`` or ``replication``.
         name: The operator, with its overload.
         module: Name of the module that has the rule or the decomposition; empty for replication.
-        summary: What that module says of the operator.
+        summary: First line of the docstring of the rule or decomposition, or of its module.
     """
 
     route: str
@@ -92,7 +92,7 @@ def _module(function: Callable[..., Any]) -> str:
 
 
 def _summary(function: Callable[..., Any]) -> str:
-    """Return the first line of a function's docstring, else that of its module."""
+    """Return the first line of a function's docstring, or else of its module's docstring."""
     text = function.__doc__ or sys.modules[function.__module__].__doc__ or ""
     return text.strip().partition("\n")[0]
 

@@ -1,4 +1,4 @@
-"""Helpers for composites: is a dim split, reduce what is pending, the dtype to accumulate in."""
+"""Helpers for composites: test whether a dim is split, carry out reductions, choose the dtype to accumulate in."""
 
 from __future__ import annotations
 

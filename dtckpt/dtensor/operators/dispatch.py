@@ -143,7 +143,7 @@ def report_failure(error: Exception, what: str, mesh: Mesh) -> None:
 
     Args:
         error: The error; nothing happens if it is one of this library, or was reported before.
-        what: What has failed.
+        what: Name of the failed call, for the message.
         mesh: Whose clients hear of it.
     """
     # Errors of this library are raised on all clients, or reported where they are raised.
@@ -156,7 +156,7 @@ def report_failure(error: Exception, what: str, mesh: Mesh) -> None:
 
 
 def _add_to_key(values: Sequence[Any], key: list[Any], tensors: list[DTensor]) -> bool:
-    """Add to the key what a plan may depend on, and collect the DTensors; return whether there is a plain tensor."""
+    """Add to the key all inputs of a plan, and collect the DTensors; return whether there is a plain tensor."""
     is_plain = False
     for value in values:
         if isinstance(value, DTensor):
@@ -191,7 +191,7 @@ def _run_with_plain_tensors(func: Operator, args: Sequence[Any], kwargs: Mapping
     mesh = common_mesh(f"operator {func}", [tensor for tensor in tensors if isinstance(tensor, DTensor)])
     call, signature = Call(func, tuple(args), kwargs), signature_of(func)
     written = list(tensors_in([call[name] for name in signature.written]))
-    # What is passed as ``out`` is only written to, unless it is an operand too.
+    # The operator only writes to an ``out`` argument, unless that is an operand too.
     is_out = bool(written) and signature.written[0] != signature.names[0]
     operands = list(tensors_in([call[name] for name in signature.names if name not in signature.written]))
     unread = [one for one in written if is_out and not any(one is operand for operand in operands)]
@@ -274,7 +274,7 @@ def plan_of(call: Call) -> plans.Plan:
         rule = exact_rule(rule, call)
         nbytes = [tensor.numel() * tensor.element_size() for tensor in call.tensors]
         shapes = (rule.shape(number) for number in range(len(rule.results)))
-        # The dtypes of results are not known here: that of the widest operand stands for them.
+        # The dtypes of results are not known here: take the dtype of the widest operand.
         result_nbytes = sum(torch.Size(shape).numel() for shape in shapes) * max(t.element_size() for t in call.tensors)
         layouts = [tensor._layout for tensor in call.tensors]
         choice = choose_layouts(rule, layouts, nbytes, result_nbytes, is_in_place=is_in_place)

@@ -1,4 +1,4 @@
-"""Strides that PyTorch's meta kernels get wrong: those of another device, or of a kernel that works in another way.
+"""Strides that PyTorch's meta kernels get wrong: they follow another device, or a kernel that works in another way.
 
 `dtckpt.dtensor.operators.call.run_on_meta` runs meta kernels for the metadata of results.
 """
@@ -61,7 +61,7 @@ def _as_clone(result: torch.Tensor, tensor: torch.Tensor, *_: Any) -> torch.Tens
 
 
 def _as_rolled(result: torch.Tensor, tensor: torch.Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
-    """Return what the kernel makes of the parts of each dim by ``cat``, which keeps a memory format."""
+    """Return the parts of each dim joined by ``cat``, as the kernel joins them; ``cat`` keeps a memory format."""
     if not dims or not tensor.numel():
         return result
     for shift, dim in zip(shifts, dims, strict=True):
@@ -71,9 +71,9 @@ def _as_rolled(result: torch.Tensor, tensor: torch.Tensor, shifts: Sequence[int]
 
 
 def _as_indexed(result: torch.Tensor, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return what the kernel's loop makes of the tensor, in which an indexed dim has stride 0, and of the indices.
+    """Return the result of the kernel's loop over the indices and the tensor, in which an indexed dim has stride 0.
 
-    The loop is that of all pointwise operators. More than two indices hardly ever have different strides.
+    All pointwise operators use this loop. More than two indices hardly ever have different strides.
     """
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     chosen = [index for index in indices if index is not None]
@@ -118,7 +118,7 @@ _CORRECTIONS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.roll.default: _as_rolled,
     **dict.fromkeys((_aten.nll_loss2d_forward.default, _aten.rrelu_with_noise.default), _contiguous),
 }
-"""By operator, what returns a tensor with the strides of the first result, from that result and the arguments."""
+"""By operator, a function of the first result and the arguments; it returns a tensor with the true strides."""
 
 
 def correct(func: Any, results: Any, args: Sequence[Any]) -> Any:
@@ -126,7 +126,7 @@ def correct(func: Any, results: Any, args: Sequence[Any]) -> Any:
 
     Args:
         func: The operator.
-        results: What its meta kernel has returned: one tensor, or several.
+        results: Results of its meta kernel: one tensor, or several.
         args: Its positional arguments, with meta tensors.
     """
     correction = _CORRECTIONS.get(func)

@@ -117,7 +117,7 @@ def _strided_copy(component: torch.Tensor, stride: tuple[int, ...]) -> torch.Ten
 
 
 def _may_overlap(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements may share memory: whether some step along a dim ends within what the smaller steps cover."""
+    """Whether elements may share memory: whether a step along a dim ends within the range of the smaller steps."""
     covered = 1
     for step, size in sorted(zip(stride, shape, strict=True)):
         if size > 1 and step < covered:
@@ -161,10 +161,10 @@ def replicated_layout(mesh: Mesh, ndim: int) -> Layout:
 
 
 def unshare(tensor: DTensor) -> None:
-    """Give components that share memory with each other, as those packed from one tensor do, memory of their own.
+    """Give separate memory to components that share it with each other, as components packed from one tensor do.
 
     Call it before components are written to: each device writes, and shared memory would be written several times. Call
-    it also before a view shares memory with components: somebody may write through the view.
+    it also before a view shares memory with components: a program may write through the view.
     """
     if len(tensor.components) < 2:
         return

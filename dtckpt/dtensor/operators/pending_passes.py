@@ -84,7 +84,7 @@ def result_dtypes(call: Call) -> list[torch.dtype] | None:
         return [tensor.dtype for tensor in tensors_in([call[name] for name in written])]
     try:
         return [result.dtype for result in call.meta_results]
-    except (UnknownResultError, RuntimeError):  # What PyTorch really refuses, components are refused, too.
+    except (UnknownResultError, RuntimeError):  # If PyTorch really refuses the call, it also refuses components.
         return None
 
 

@@ -50,14 +50,14 @@ Args = Sequence[Any]
 Kwargs = Mapping[str, Any]
 
 _UNDECLARED_WRITES = ("running_mean", "running_var")
-"""Arguments that operators write to although their schemas do not say so: those of batch normalization."""
+"""Arguments of batch normalization that operators write to although their schemas do not say so."""
 
 _DETACH = torch.ops.aten.detach_.default
 """Changes no shape, although it is tagged as those operators that do."""
 
 _trusts: ContextVar[bool] = ContextVar("trusts_plain_tensors", default=False)
 _trusting_blocks: set[object] = set()
-"""Open blocks of `trust_plain_tensors_in_all_threads`: autograd runs a GPU's backward pass in a thread of its own."""
+"""Open blocks of `trust_plain_tensors_in_all_threads`: autograd runs a GPU's backward pass in another thread."""
 
 
 @contextmanager
@@ -127,7 +127,7 @@ class RulePlan(Plan):
     def __init__(self, call: Call, rule: Rule, choice: Choice) -> None:
         signature = signature_of(call.func)
         self.func = call.func
-        # ``_op`` is what the Python wrapper of the operator calls; without the wrapper a call is faster.
+        # The Python wrapper of the operator calls ``_op``; without the wrapper a call is faster.
         self._local: Callable[..., Any] = rule.local or call.func._op
         self._operands = choice.operands
         self._results = choice.results
@@ -177,7 +177,7 @@ class RulePlan(Plan):
         return [list(self._results[result].region(device, self._shapes[result]).shape) for device in devices]
 
     def _run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
-        # Each device is about to write to its component, or to hand out a view that somebody may write through.
+        # Each device is about to write to its component, or to hand out a view that a program may write through.
         if self._is_view:
             unshare(tensors[0])
         if self._is_in_place:
@@ -203,7 +203,7 @@ class RulePlan(Plan):
         return results
 
     def _write_on_devices(self, components: Sequence[Sequence[torch.Tensor]], args: Args, kwargs: Kwargs) -> None:
-        """Run the operator on all devices, also if one fails: it may have written, and copies stay equal."""
+        """Run the operator on all devices, also if a device fails: it may have written, and copies stay equal."""
         error = None
         for device in range(len(components[0])):
             try:
@@ -226,7 +226,7 @@ class RulePlan(Plan):
         return function(*local_args, **local_kwargs)
 
     def _after_writing(self, args: Args, kwargs: Kwargs) -> Any:
-        """Finish the write to the first argument; return what the operator returns."""
+        """Finish the write to the first argument; return the operator's result."""
         del kwargs
         return finish_write(args[0])
 
@@ -241,7 +241,7 @@ class RulePlan(Plan):
         """Return the results as DTensors.
 
         Args:
-            outputs: What the operator returned on every local device.
+            outputs: Results of the operator on every local device.
             start: Where the first operand begins in its storage, in bytes, if the results begin after it.
         """
         first = outputs[0]
@@ -293,7 +293,7 @@ class RulePlan(Plan):
 def strides_of_results(call: Call, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Return the strides of a call's results: those that the operator gives on the global tensors.
 
-    Components need not tell them, and those of different clients may tell different ones.
+    Components need not show these strides, and components of different clients may show different ones.
     """
     on_meta = _meta_results(call, shapes)
     return [one.stride() for one in on_meta] if on_meta else [contiguous_stride(shape) for shape in shapes]
@@ -418,15 +418,15 @@ class CompositePlan(Plan):
 
     def _strides_of_new_results(self, call: Call, results: Any) -> list[tuple[int, ...]]:
         """Return the strides that the operator itself gives its results; none if these are not new, or not known."""
-        # What PyTorch decomposes gets its strides from the same operators as plain tensors do.
+        # PyTorch's decompositions call the same operators as for plain tensors, and so give the same strides.
         if signature_of(self.func).returns_arguments or self.function == self.func.decompose:
             return []
         found = [result for result in tree_leaves(results) if isinstance(result, DTensor)]
-        # The function has succeeded: an error is that of a meta kernel which needs values.
+        # The function has succeeded: an error comes from a meta kernel that needs values.
         with suppress(UnknownResultError, RuntimeError):
             if len(call.meta_results) == len(found):
                 pairs = zip(call.meta_results, found, strict=True)
-                # Statistics that nobody has computed may be empty.
+                # Statistics that were not computed may be empty.
                 return [(meta if meta.shape == one.shape else one).stride() for meta, one in pairs]
         return []
 
@@ -566,7 +566,7 @@ class ReplicationPlan(Plan):
         """Return the results as DTensors.
 
         Args:
-            outputs: What the operator returned on every local device.
+            outputs: Results of the operator on every local device.
             call: The call.
             tensors: The tensors among its arguments.
             operands: These tensors, replicated.
@@ -641,7 +641,7 @@ class InplaceViewPlan(Plan):
 
 
 # Lazy conjugation: ``tensor.mH`` of a plain complex tensor only sets a bit, which PyTorch resolves before the next
-# kernel. Within ``__torch_dispatch__`` it does not: a kernel that is made of others, as that of ``linalg_pinv``, would
+# kernel. Within ``__torch_dispatch__`` it does not: a kernel that calls other kernels, as ``linalg_pinv`` does, would
 # compute with the wrong values. So components, which never have such bits, are computed with under
 # `torch_private.resolve_lazy_bits`.
 class LazyBitsPlan(Plan):

@@ -27,7 +27,7 @@ RULES: dict[Operator, Builder] = {}
 COMPOSITES: dict[Operator, Callable[..., Any]] = {}
 """Operators that a function of DTensors does by other operators, as ``native_dropout``."""
 PLANNERS: dict[Operator, Callable[[Call], Any]] = {}
-"""Operators whose calls need a plan of their own, as ``_foreach_add``: the function makes it from a call."""
+"""Operators whose calls need a special plan, as ``_foreach_add``: the function makes it from a call."""
 BY_INDEX: set[Operator] = set()
 """Operators on lists that treat one index after another, as ``_foreach_norm``: each index may be on another mesh."""
 

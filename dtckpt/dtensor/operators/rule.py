@@ -11,11 +11,11 @@ a result is a list of factors, major first. Matrix multiplication has three::
 
 A mesh axis may shard a factor. It then splits every dim that has the factor, and each device runs the operator on its
 components: if an axis shards ``m``, each device computes its rows of the result. A result that lacks the sharded
-factor, as here ``k``, is the pending reduction (`Partial`) of what the devices compute.
+factor, as here ``k``, is the pending reduction (`Partial`) of the devices' results.
 
 A dim with several factors is their product, as in ``view`` from (a, b) to (a * b). A dim of size 1 that is broadcast
 has no factor. `dtckpt.dtensor.operators.strategy` chooses from a rule which axis shards which factor;
-`dtckpt.dtensor.operators.rule_builders` lists the ways to write one. The notion is that of OpenXLA Shardy's rules.
+`dtckpt.dtensor.operators.rule_builders` lists the ways to write one. OpenXLA Shardy's rules use the same notion.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Dims = tuple[tuple[int, ...], ...]
 Passes = Mapping[str, tuple[tuple[int, ...], ...]]
 """Reductions that may stay pending through the operator: by reduction, groups of operands.
 
-While all operands of a group are pending, the operator runs on the terms, and the results are pending instead. One that
-is not pending becomes so first: a replicated tensor without communication. The sum of two tensors has
-``{"sum": ((0, 1),)}``: both or none. Their product has ``{"sum": ((0,), (1,))}``: one of them.
+While all operands of a group are pending, the operator runs on the terms, and the results are pending instead. An
+operand that is not pending becomes pending first; for a replicated tensor this needs no communication. The sum of two
+tensors has ``{"sum": ((0, 1),)}``: both or none. Their product has ``{"sum": ((0,), (1,))}``: one of them.
 
 They hold for numbers that are never rounded. `dtckpt.dtensor.operators.pending_passes` leaves out those that the dtypes
 of a call do not allow.
@@ -62,7 +62,7 @@ def any_reduction(*operands: int) -> Passes:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How an operator's dims belong together, and what each device runs on its components.
+    """How an operator's dims belong together, and which function each device runs on its components.
 
     Operands are the tensors among the arguments, numbered in the order in which the caller passes them; results are the
     tensors that the operator returns.
@@ -73,7 +73,7 @@ class Rule:
         results: Factors of every result's dims. ``mm``: ``(((0,), (2,)),)``.
         contracted: Factors that a result may lack although an axis shards them, with the reduction that the result then
             waits for. ``mm``: ``{1: "sum"}``; ``amax``: ``"max"`` for the dims that it reduces.
-        whole: Factors that no axis may shard. ``sort``: that of the dim along which it sorts.
+        whole: Factors that no axis may shard. ``sort``: the factor of the dim along which it sorts.
         nonempty_pieces: Factors that an axis may shard only if every device gets at least one element, because the
             kernel refuses empty tensors. ``convolution``: the batch.
         passes: Reductions that may stay pending through the operator, see `Passes`. ``neg``: `LINEAR`.
@@ -86,7 +86,7 @@ class Rule:
         any_layout_operands: Operands of which the operator reads neither values nor the shape of components, so they
             stay in any layout. ``new_zeros`` with another shape: the first operand.
         costly_to_move: Operands that are likely to be large, as tables are. If such an operand has to move, its cost is
-            that of gathering it and its gradient. ``embedding``: the table.
+            the cost of gathering the operand and its gradient. ``embedding``: the table.
         local_size_args: Arguments that spell a result's shape, each with that result's number: every device passes
             the shape of its component instead. ``view``: ``(("size", 0),)``.
         local: Function that each device runs instead of the operator, with the same arguments. The plan keeps it, so it

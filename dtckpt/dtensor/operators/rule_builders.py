@@ -21,8 +21,8 @@ builder           the operator                               example
 `Rule` itself     has dims of several factors                ``view``, attention
 ================  =========================================  ===================================================
 
-``dataclasses.replace`` adds to a rule what its builder has no parameter for, as ``local``. `wrap_dim`, `unlabel_dims`
-and `drop_dim` help to write labels.
+``dataclasses.replace`` sets the fields of a rule for which its builder has no parameter, as ``local``. `wrap_dim`,
+`unlabel_dims` and `drop_dim` help to write labels.
 
 `batched` and `from_labels` ask PyTorch for the shapes of results, by running the operator on meta tensors: a rule
 cannot get them wrong, and PyTorch refuses wrong arguments in its own words before anything moves.
@@ -97,7 +97,7 @@ def einsum(text: str, *shapes: Sequence[int]) -> Rule | None:
     left, _, result = text.partition("->")
     operands = left.split(",")
     paired = zip(shapes, operands, strict=True)
-    # The text's own ``...`` is three characters long; what it stands for may be shorter.
+    # The text's own ``...`` is three characters long; it may stand for fewer dims.
     num_leading = max((len(shape) - len(letters) + 3 for shape, letters in paired if "..." in letters), default=0)
     leading = "".join(chr(0x100 + number) for number in range(num_leading))  # letters that no text has
     operands = [letters.replace("...", leading) for letters in operands]
@@ -253,7 +253,7 @@ def batched(
     sizes = list(batch.sizes)
 
     def with_item(dims: Dims, shape: Sequence[int]) -> Dims:
-        # New factors for each tensor: an item's dims have nothing in common with those of other tensors.
+        # New factors for each tensor: an item's dims have nothing in common with the dims of other tensors.
         more = range(len(sizes), len(sizes) + len(shape) - len(dims))
         sizes.extend(shape[len(dims) :])
         return (*dims, *((number,) for number in more))
@@ -420,7 +420,7 @@ LOOKUP_PASSES: Passes = {op: groups for op, groups in any_reduction().items() if
 
 
 def completed_by_sum(call: Call, dim: Hashable) -> dict[Hashable, str]:
-    """Return what completes a lookup in a dim of the call's first operand that is split; nothing if no sum could.
+    """Return the reduction that completes a lookup in a split dim of the call's first operand; empty if no sum can.
 
     Args:
         call: The call.
@@ -439,8 +439,8 @@ def masked_lookup(unmasked: Rule | None, dim: int, size: int, lookup: Lookup) ->
         unmasked: The rule; its ``contracted`` is `completed_by_sum`. None stays None.
         dim: The dim of the first operand that the indices go into.
         size: Global size of that dim.
-        lookup: What each device runs. It gets its component, the global index at which that begins along ``dim``, the
-            global size, and the operator's other arguments.
+        lookup: The function that each device runs. It gets its component, the global index at which that begins along
+            ``dim``, the global size, and the operator's other arguments.
     """
     if unmasked is None:
         return None

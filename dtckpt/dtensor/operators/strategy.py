@@ -128,7 +128,7 @@ def _uses_by_axis(layout: Layout) -> dict[str, _AxisUse]:
 def _candidates(
     rule: Rule, axis: str, operand_uses: Sequence[dict[str, _AxisUse]], chosen: dict[str, _Candidate], mesh: Mesh
 ) -> Iterator[_Candidate]:
-    """Yield what an axis may do, given what was chosen for the axes before it."""
+    """Yield the candidates for an axis, given the choices for the axes before it."""
     reductions = dict.fromkeys(uses[axis] for uses in operand_uses if isinstance(uses.get(axis), str))
     for reduction in reductions:
         for group in rule.passes.get(str(reduction), ()):
@@ -205,10 +205,10 @@ def _cost(rule: Rule, candidate: _Candidate, size: int, uses: Sequence[_AxisUse]
 
     Args:
         rule: The operator's rule.
-        candidate: What the axis would do.
+        candidate: The candidate for the axis.
         size: Number of devices along the axis.
         uses: How the axis treats each operand now.
-        nbytes: Global sizes of the operands, and last that of all results, in bytes.
+        nbytes: Global sizes of the operands, and last the size of all results, in bytes.
     """
     cost = 0.0
     for operand, source in enumerate(uses):
@@ -270,7 +270,7 @@ def move_cost(source: _AxisUse, target: _AxisUse, size: int, nbytes: int) -> flo
 def _choice(
     rule: Rule, layouts: Sequence[Layout], nbytes: Sequence[int], chosen: dict[str, _Candidate], is_in_place: bool
 ) -> Choice | None:
-    """Return the layouts that follow from what was chosen for each axis."""
+    """Return the layouts that follow from the choice for each axis."""
     mesh = layouts[0].mesh
     axes_of = {factor: _axis_order(rule, factor, layouts, nbytes, chosen) for factor in range(len(rule.sizes))}
     operands: list[Layout | None] = []

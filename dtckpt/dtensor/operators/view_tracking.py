@@ -1,8 +1,8 @@
 """View tracking: keep a view equal to its source where the two share no memory.
 
 A view of a DTensor shares memory with its source if its components are views of the source's components. Some cannot
-be: to flatten a matrix that is split by columns, values have to move between devices first. Such a view has components
-of its own and a `View`, which records how it was made::
+be: to flatten a matrix that is split by columns, values have to move between devices first. Such a view has separate
+components and a `View`, which records how it was made::
 
     source  --- view operator, values moved --->  view           view._view = View(source, operator, args, count)
        |                                            |
@@ -13,14 +13,14 @@ of its own and a `View`, which records how it was made::
     differs from ``count``, so `View.refresh`      goes up for the other views
     runs the operator again
 
-If each component of the view follows from the source's component on the same device, as that of a conjugate, nothing is
-exchanged, and each client may decide for itself whether its components share memory: `View.local` is set.
+If each component of the view follows from the source's component on the same device, as in a conjugate, nothing is
+exchanged. Each client may then decide for itself whether its components share memory: `View.local` is set.
 
 Invariant: a source and all its views, tracked or not, share one write counter (`write_counter`).
 
-Autograd makes a view again from its base when somebody has written to their memory since: it calls the view operators
-on the base as it is then. So the base and the view must keep their shapes: `note_reshape` and `validate_write` refuse
-what would give a view the gradient of other elements.
+Autograd makes a view again from its base after a write to their memory: it calls the view operators on the base as it
+is then. So the base and the view must keep their shapes: `note_reshape` and `validate_write` refuse changes that would
+give a view the gradient of other elements.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class View:
         return replace(self, source=source, args=(source, *self.args[1:]), count=count)
 
     def refresh(self, tensor: DTensor) -> None:
-        """Compute the components of the view again if somebody wrote to the source since.
+        """Compute the components of the view again if the source was written to since.
 
         Collective: As the view operator.
 
@@ -113,7 +113,7 @@ class WriteCounter:
     Attributes:
         count: How many writes there were.
         views: The views that autograd knows.
-        reshaped: Those of them that got another shape in place.
+        reshaped: The views that got another shape in place.
     """
 
     count: int = 0
@@ -134,7 +134,7 @@ def write_counter(tensor: DTensor) -> WriteCounter:
 
 
 def count_write(tensor: DTensor) -> None:
-    """Tell the views of a tensor that somebody has written to its components."""
+    """Tell the views of a tensor that its components were written to."""
     if tensor._writes is not None:
         tensor._writes.count += 1
 
@@ -170,7 +170,7 @@ def track_view(view: DTensor, source: DTensor, call: Any, number: int | None, lo
     """Record how a view was made, so that it follows its source.
 
     Args:
-        view: The view, with components of its own.
+        view: The view, with separate components.
         source: The tensor that it is a view of.
         call: The call of the view operator.
         number: Which of the call's results the view is; None if there is one.
@@ -182,7 +182,7 @@ def track_view(view: DTensor, source: DTensor, call: Any, number: int | None, lo
 
 
 def in_layout(tensor: DTensor, layout: Layout) -> DTensor:
-    """Return a tensor in another layout; what is written to either reaches the other.
+    """Return a tensor in another layout; a write to either tensor reaches the other.
 
     Collective: As `redistribute`.
     """
@@ -200,7 +200,7 @@ def _remember(views: Views, view: DTensor) -> None:
 
 
 def _live(views: Views) -> list[DTensor]:
-    """Return the views that somebody still has."""
+    """Return the views that still exist."""
     return [view for reference in list(views.values()) if (view := reference()) is not None]
 
 
@@ -256,7 +256,7 @@ def validate_write(tensor: DTensor, what: object, operands: Sequence[torch.Tenso
 
 
 def validate_memory(tensor: DTensor, what: object) -> None:
-    """Check that a tensor may be written to: that each element has memory of its own, as PyTorch does.
+    """Check, as PyTorch does, that a tensor may be written to: no two elements share memory.
 
     Raises:
         OperatorError: Some dim was expanded.
@@ -289,7 +289,7 @@ def alias_of(tensor: DTensor, offset: int | None = None) -> DTensor:
 
     Args:
         tensor: The tensor.
-        offset: The storage offset of the alias; default that of the tensor.
+        offset: The storage offset of the alias; default: the offset of the tensor.
     """
     unshare(tensor)
     offset = int(tensor.storage_offset()) if offset is None else offset

@@ -6,8 +6,8 @@ Forward, each device has the scores of some classes::
     sum of exponentials, score of the target            exchange of both sums
     loss = log(sum of exponentials) - score of the target
 
-Backward, the gradient of a score is its probability, minus one for the target. A device computes those of its classes
-alone. PyTorch's formulas for the two parts, softmax and choice, would add up a gradient over the classes first.
+Backward, the gradient of a score is its probability, minus one for the target. A device computes the gradients of its
+classes alone. PyTorch's formulas for the two parts, softmax and choice, would add up a gradient over the classes first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dtckpt.errors import OperatorError
 _aten = torch.ops.aten
 
 _blocks: set[object] = set()
-"""Open blocks of `loss_parallel`. They hold for all threads: a GPU's backward pass runs in a thread of its own."""
+"""Open blocks of `loss_parallel`. They hold for all threads: a GPU's backward pass runs in another thread."""
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def parallelize_module(
     Raises:
         LayoutError: A module was parallelized before, or two that share a parameter get styles of different layouts.
         LayoutTypeError: The plan holds something else than styles.
-        MeshError: No mesh was given and none is active, or the mesh has several axes.
+        MeshError: No mesh was given or is active, or the mesh has several axes.
         UnsupportedModuleError: A style cannot be applied to a module of this class.
     """
     mesh = require_mesh(device_mesh)

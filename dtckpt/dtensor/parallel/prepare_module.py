@@ -1,4 +1,4 @@
-"""Styles that only convert what enters and leaves a module: `PrepareModuleInput`, `PrepareModuleOutput`, both."""
+"""Styles that only convert the inputs and outputs of a module: `PrepareModuleInput`, `PrepareModuleOutput`, both."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _require_same_length(style: ParallelStyle, name: str, layouts: _Entries, des
 
 @dataclass(frozen=True, slots=True)
 class _Passage:
-    """What happens to a value that enters or leaves a module.
+    """The conversion of a value that enters or leaves a module.
 
     Args:
         layout: Its placement, if it is a plain tensor; None means that the value stays as it is.
@@ -212,7 +212,7 @@ class _Passage:
     use_local: bool
 
     def __call__(self, value: Any, mesh: Mesh, what: str) -> Any:
-        """Return the converted value; ``what`` names it in errors. Collective: As `to_dtensor` and `place`."""
+        """Return the converted value; errors call it ``what``. Collective: As `to_dtensor` and `place`."""
         if self.layout is None:
             return value
         tensor = to_dtensor(value, mesh, self.layout, what)

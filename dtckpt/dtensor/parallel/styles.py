@@ -18,7 +18,7 @@ from dtckpt.layout.placement import Placement, Replicate, Shard, placement_of
 
 
 class ParallelStyle(ABC):
-    """How to parallelize a module. `parallelize_module` calls `_apply`; a subclass is a style of its own.
+    """How to parallelize a module. `parallelize_module` calls `_apply`; each subclass is another style.
 
     Attributes:
         src_data_rank: As `parallelize_module` got it, which sets it before it calls `_apply`.

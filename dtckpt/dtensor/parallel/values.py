@@ -56,7 +56,7 @@ def to_dtensor(value: Any, mesh: Mesh, placement: Placement, what: str, *, last_
 
     Raises:
         ParallelPlanError: The value is no tensor, or a DTensor on another mesh.
-        ComponentError: A shard does not fit the global size, or those of other clients.
+        ComponentError: A shard does not fit the global size, or the shards of other clients.
         LayoutError: The placement does not fit the tensor.
     """
     try:
@@ -121,7 +121,7 @@ Another module may have the plain one still: it is a tied parameter, whose other
 def distribute_parameter(
     module: nn.Module, name: str, mesh: Mesh, placement: Placement, src_data_rank: int | None
 ) -> None:
-    """Replace a module's parameter by a DTensor; one that another module shares becomes the same DTensor in both.
+    """Replace a module's parameter by a DTensor; a parameter that two modules share becomes the same DTensor in both.
 
     Collective: As `distribute_tensor`, unless the parameter was distributed with another module.
 

@@ -3,8 +3,8 @@
 All functions work on whole groups of `GROUP` elements, counted from the start of the global tensor. So the numbers of a
 group depend on its bits alone. Vectorised functions may round the odd elements at the end of an array differently from
 those in full vectors; here they never see odd elements. Devices may compute logarithms and the like differently; then
-numbers differ in the last bits between them. Uniform numbers, integers and those of `bernoulli` are the same on all
-devices.
+numbers differ in the last bits between them. Uniform numbers, integers and the numbers of `bernoulli` are the same on
+all devices.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _exponential(dtype: torch.dtype, lambd: float = 1.0) -> Sampler:
     smallest = limits.tiny * limits.eps if dtype == torch.float16 else limits.tiny
 
     def from_words(words: torch.Tensor) -> torch.Tensor:
-        # People divide by these numbers, so none is zero or infinite, even after the cast.
+        # Programs divide by these numbers, so no number is zero or infinite, even after the cast.
         numbers = (
             _open(words.view(_WORDS[bits]).to(_computed(dtype)), bits).clamp_(max=below_one).log_().mul_(-1 / lambd)
         )

@@ -1,4 +1,4 @@
-"""Fill a device's component of a random tensor, without what other devices hold.
+"""Fill a device's component of a random tensor, without the components of other devices.
 
 The random bits of an element follow from its row-major index in the global tensor. So a component is cut into boxes,
 each within a run of consecutive global elements; the run is computed as a whole, and the box copied out of it:
@@ -113,7 +113,7 @@ class ElementRun:
         count: Elements of the run, up to the box's last one.
         offset: First index of the box in the component.
         shape: Shape of the box.
-        strides: Strides of the global tensor, in elements. Those of the box in the run are the same.
+        strides: Strides of the global tensor, in elements. The box in the run has the same strides.
     """
 
     first: int

@@ -265,7 +265,7 @@ def _backward(func: Operator, gradient: str) -> None:
 
 
 def _summed(gradient: Any, count: int) -> Any:
-    """Return the gradients of keys or values, from the gradients of what `_repeated` returned for them."""
+    """Return the gradients of keys or values, from the gradients of their copies by `_repeated`."""
     batch, heads, length, size = gradient.shape
     return gradient.reshape(batch, heads // count, count, length, size).sum(2) if count > 1 else gradient
 

@@ -1,6 +1,6 @@
 """Batch normalization: ``native_batch_norm``, ``cudnn_batch_norm``, and their gradients. All dims may be split.
 
-Mean and variance are those of the whole batch, as one device would compute them.
+Mean and variance cover the whole batch, as one device would compute them.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def _repeat(call: Call) -> Rule | None:
 def _constant_pad(call: Call) -> Rule | None:
     """``(a, n) -> (a, k + n + m)``; a dim without padding may be split."""
     ndim, pad = len(call.shapes[0]), call["pad"]
-    # Pairs of numbers, those of the last dim first.
+    # Pairs of numbers; the last dim comes first.
     padded = {ndim - 1 - number for number in range(len(pad) // 2) if any(pad[2 * number : 2 * number + 2])}
     return from_labels(call, DimLabels([range(ndim)], [unlabel_dims(padded, ndim)]), passes=_PADDED)
 

@@ -135,7 +135,7 @@ def _convolution_backward(grad_output, input, weight, bias_sizes, *args):  # typ
 
 @rule(_aten.convolution_backward.default)
 def _one_gradient(call: Call) -> Rule | None:
-    """One gradient: that of the images is a sum over output channels, that of the weight is a sum over the batch."""
+    """One gradient: for the images it is a sum over output channels, for the weight a sum over the batch."""
     grad, images, weight = call.shapes
     is_transposed, groups = call["transposed"], call["groups"]
     channels = _Channels.of(images, weight, groups, is_transposed=is_transposed)

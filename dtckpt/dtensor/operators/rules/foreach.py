@@ -193,7 +193,7 @@ def _rows(call: Call, *, is_in_place: bool) -> list[_Row]:
 
 
 def _choose_layouts(rule: Rule, tensors: Sequence[DTensor], *, is_in_place: bool) -> Choice:
-    """Return the cheapest layouts for a row; if none keeps the first tensor's layout in place, all are replicated."""
+    """Return the cheapest layouts for a row; replicate all if no choice keeps the first one's layout in place."""
     layouts = [tensor._layout for tensor in tensors]
     nbytes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     choice = choose_layouts(rule, layouts, nbytes, max(nbytes), is_in_place=is_in_place)
@@ -205,7 +205,7 @@ def _choose_layouts(rule: Rule, tensors: Sequence[DTensor], *, is_in_place: bool
 
 
 def _rule_of(call: Call, tensors: Sequence[DTensor]) -> Rule | None:
-    """Return the rule of the operator on single tensors, else that of a pointwise operator."""
+    """Return the rule of the operator on single tensors, or else the rule of a pointwise operator."""
     rule = None
     single = _single_tensor_operator(call.func)
     builder = None if single is None else builder_of(single)
@@ -291,7 +291,7 @@ def _foreach_norm(tensors: Sequence[Any], ord: Any = 2, dtype: torch.dtype | Non
 
 
 def _norms(components: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return the norms of components as a vector of float64; that of an empty component is zero."""
+    """Return the norms of components as a vector of float64; an empty component has norm zero."""
     nonempty = [component for component in components if component.numel()]
     norms = iter(torch_private.foreach_norm(nonempty, order, dtype) if nonempty else ())
     zero = torch.zeros((), dtype=torch.float64, device=components[0].device)

@@ -1,8 +1,8 @@
 """Elements by index: ``index_select``, ``gather``, ``index``, ``take``, ``index_put``, ``scatter_add``, ``index_add``.
 
 Indices count within a dim, so that dim must be whole; only in ``index_select`` and ``gather`` may it be split: then
-each device takes what its component has, and a sum over the devices completes the result (`masked_lookup`). All other
-dims may be split, those of the indices too.
+each device takes the elements of its component, and a sum over the devices completes the result (`masked_lookup`). All
+other dims may be split, also the dims of the indices.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _backward(call: Call) -> Rule | None:
 
 
 def _reduced_by(func: Operator, reduction: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return positional arguments with another reduction; one that was passed by name is changed in ``kwargs``."""
+    """Return positional arguments with another reduction; if it was passed by name, change ``kwargs`` instead."""
     position = signature_of(func).names.index("reduction")
     positional = list(args)
     if position < len(positional):
@@ -143,7 +143,7 @@ def _put(
 
 
 def _locate(index: torch.Tensor, offset: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a mask of the indices that a component has, and positions in it; those of other indices mean nothing."""
+    """Return a mask of the indices that a component has, and positions in it; other indices get no valid position."""
     position = index - offset
     is_here = (position >= 0) & (position < size) & (index >= 0)
     return is_here, position.clamp(0, max(size - 1, 0))
@@ -240,8 +240,8 @@ def _nll_backward(
 # --- chunked cross entropy -------------------------------------------------------------------------------------------
 #
 # The loop of PyTorch's chunked ``linear_cross_entropy`` runs on whole tensors, on every device. It is a Python function
-# that writes to plain buffers of its own. Forward, it is part of a custom operator, which runs on components. The
-# backward pass calls it with DTensors; so the function here takes its place.
+# that writes to its plain buffers. Forward, it is part of a custom operator, which runs on components. The backward
+# pass calls it with DTensors; so the function here takes its place.
 
 _MODULE = "torch.nn.modules.linear_cross_entropy"
 """PyTorch 2.12 and older lack it."""

@@ -1,6 +1,6 @@
 """Operators on memory: ``set_``, ``resize_``, ``as_strided``, ``resolve_conj``, writes to expanded tensors.
 
-Storage offsets and strides are those of the global tensor.
+Storage offsets and strides describe the global tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 
 @composite(_aten.is_set_to.default)
 def _is_set_to(self: DTensor, tensor: DTensor) -> Any:
-    """Compare the global tensors, which have storages of their own where they share no values."""
+    """Compare the global tensors, which have separate storages where they share no values."""
     with no_dispatch():
         return _aten.is_set_to.default(self, tensor)
 
@@ -76,7 +76,7 @@ def _lazy_bits(tensor: DTensor) -> tuple[bool, bool]:
         return not is_conj, is_neg
     if view.func is _aten._neg_view.default:
         return is_conj, not is_neg
-    # PyTorch takes the imaginary parts of what is conjugated lazily by a lazy negation.
+    # PyTorch takes the imaginary parts of a lazily conjugated tensor by a lazy negation.
     of_real = view.source._view
     if view.func is _aten.select.int and of_real is not None and of_real.func is _aten.view_as_real.default:
         call = Call(view.func, view.args, view.kwargs)

@@ -124,10 +124,10 @@ def _assign(call: Call) -> Rule | None:
 
 @rule(_aten.empty_like.default)
 def _empty(call: Call) -> Rule:
-    """All dims may be split; values without meaning wait for what the operand waits for, but for averages."""
+    """All dims may be split; the result, without values yet, is pending like the operand, except for averages."""
     source = call.tensors[0].dtype
     if (call["dtype"] or source) == source:
-        # What is written to an average later may be beyond its dtype: the terms are added up before they are divided.
+        # Values written to an average later may exceed its dtype: the terms are added up before they are divided.
         passes = {reduce_op: groups for reduce_op, groups in any_reduction().items() if reduce_op != "avg"}
         return same_dims(call.shapes[0], passes)
     return _like(call)
@@ -162,7 +162,7 @@ def _new(call: Call) -> Rule | None:
         same_dims(shape),
         shape_only_operands=frozenset({0}),
         local_size_args=(("size", 0),),
-        # The strides among the arguments are those of the global tensor, and do not fit a component.
+        # The strides among the arguments belong to the global tensor, and do not fit a component.
         local=_empty_like if call.func is _aten.new_empty_strided.default else None,
     )
 

@@ -111,6 +111,6 @@ def _pixel_shuffle(call: Call) -> Rule | None:
 )
 def _grid_sampler(call: Call) -> Rule | None:
     """The batch may be split."""
-    # Without a batch the first dim is that of channels.
+    # Without a batch the first dim holds the channels.
     is_batch = all(len(shape) > 2 for shape in call.shapes)
     return batched(call, [len(shape) - 1 for shape in call.shapes]) if is_batch else None

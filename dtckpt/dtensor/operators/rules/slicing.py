@@ -112,7 +112,7 @@ def _unbind(call: Call) -> Rule | None:
 
 
 def _diagonal_labels(call: Call, ndim: int) -> Labels:
-    """Return labels of a diagonal's dims: those of the tensor without the two, then the diagonal's."""
+    """Return labels of a diagonal's dims: the tensor's labels without the two dims, then the diagonal's label."""
     pair = wrap_dims((call["dim1"], call["dim2"]), ndim)
     return [*(dim for dim in range(ndim) if dim not in pair), None]
 
@@ -148,7 +148,7 @@ def _gradient(call: Call, gradient: Labels, *, is_sum: bool = False) -> Rule | N
 
     Args:
         call: The call.
-        gradient: Labels of the gradient with regard to the view; those of the source are numbers of dims.
+        gradient: Labels of the gradient with regard to the view; the labels of the source are numbers of dims.
         is_sum: Whether elements of the source are in the view several times, so that their gradients add up.
     """
     labels = DimLabels([gradient], [range(len(call["input_sizes"]))])

@@ -83,7 +83,7 @@ def _squeeze(call: Call) -> Rule | None:
 
 @rule(_aten.expand.default)
 def _expand(call: Call) -> Rule | None:
-    """``(a, 1) -> (n, a, m)``: every device repeats new dims and those of size 1."""
+    """``(a, 1) -> (n, a, m)``: every device repeats new dims and dims of size 1."""
     (shape,) = call.shapes
     lead = len(call["size"]) - len(shape)
     result = [None] * lead + [dim if call["size"][lead + dim] in {-1, size} else None for dim, size in enumerate(shape)]
@@ -152,7 +152,7 @@ def common_factors(old: Sequence[int], new: Sequence[int]) -> tuple[tuple[int, .
         new  |- 2 -|------ 12 -----|       12 = 3 * 4
               2       3       4            factors
 
-    Dims that have no common factor, as 2 and 3 in (2, 3) -> (3, 2), get factors of their own; no axis may split those.
+    Dims that have no common factor, as 2 and 3 in (2, 3) -> (3, 2), get separate factors; no axis may split those.
 
     Returns:
         Sizes of the factors, and the factors of every old and of every new dim; None for tensors without elements.
@@ -216,7 +216,7 @@ class _Sizes:
 def _add_own_factors(
     olds: _Sizes, news: _Sizes, factors: Factors, old_dims: Sequence[list[int]], new_dims: Sequence[list[int]]
 ) -> None:
-    """Give dims without a common factor factors of their own, up to where both shapes meet again."""
+    """Give separate factors to dims without a common factor, up to where both shapes meet again."""
     counts = [1, 1]
     while counts[0] != counts[1] or counts[0] == 1:
         side = 0 if counts[0] <= counts[1] else 1
