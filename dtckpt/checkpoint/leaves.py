@@ -41,6 +41,14 @@ class Stateful(Protocol):
         ...
 
 
+class FixedState:
+    """Base of objects whose state, as the state of a module, has what the object has and nothing else."""
+
+
+class OpenState:
+    """Base of objects whose state has some parts at some times only, and that load it without those, too."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
     """One tensor of a state tree.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtckpt.checkpoint.restoring.object_states import OpenState
+from dtckpt.checkpoint.leaves import OpenState
 
 
 class RngState(OpenState):

@@ -227,7 +227,7 @@ class Shards:
             MeshError: As for `Shards`.
         """
         mark = ShardMark.of(mesh, dim, size)
-        names = [name for name, _ in _named_tensors(module)]
+        names = [name for name, _ in named_tensors(module)]
         if not any(_matches(name, pattern) for name in names):
             raise ConfigError(
                 f"Shards.mark: no parameter or buffer of {type(module).__name__} matches {pattern!r}; got "
@@ -247,7 +247,7 @@ def shard_marks() -> dict[int, ShardMark]:
     """
     found: dict[int, ShardMark] = {}
     for module, rules in _rules.items():
-        for name, tensor in _named_tensors(module):
+        for name, tensor in named_tensors(module):
             mark = next((mark for pattern, mark in rules if _matches(name, pattern)), None)
             if mark is not None:
                 found[id(tensor)] = mark
@@ -295,7 +295,7 @@ def _marked_items(
     if not marks or not isinstance(owner, nn.Module | Optimizer) or not isinstance(state, Mapping):
         return
     if isinstance(owner, nn.Module):
-        for name, tensor in _named_tensors(owner):
+        for name, tensor in named_tensors(owner):
             if id(tensor) in marks and isinstance(state.get(name), torch.Tensor):
                 yield state, name, marks[id(tensor)]
         return
@@ -307,7 +307,8 @@ def _marked_items(
             yield from ((own, part, mark) for part, value in own.items() if mark.is_divided(value, parameter))
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the parameters and buffers of a module by name; tied ones under all of their names."""
     return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
 
 

@@ -25,7 +25,7 @@ MAX_GAP_NBYTES = 4 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class FileSlot:
     """The place of a box of a tensor in a file.
 
     Args:
@@ -54,7 +54,7 @@ class Written:
     """
 
     contents: Mapping[str, int]
-    checksums: Mapping[Slot, int]
+    checksums: Mapping[FileSlot, int]
 
 
 Frame = Callable[[Written], Iterable[tuple[int, bytes]]]
@@ -75,7 +75,7 @@ class FilePlan:
 
     name: str
     nbytes: int
-    slots: Sequence[Slot] = ()
+    slots: Sequence[FileSlot] = ()
     frame: Frame = field(default=lambda _: (), compare=False)
     has_checksums: bool = False
 
@@ -91,7 +91,7 @@ class Part:
         nbytes: Its bytes.
     """
 
-    slot: Slot
+    slot: FileSlot
     region: Region
     start: int
     nbytes: int
@@ -112,7 +112,7 @@ class Block:
     parts: tuple[Part, ...]
 
 
-def plan_blocks(slots: Iterable[Slot], max_nbytes: int) -> Iterator[Block]:
+def plan_blocks(slots: Iterable[FileSlot], max_nbytes: int) -> Iterator[Block]:
     """Cut the slots of a file into blocks of at most ``max_nbytes`` bytes; one element may be larger."""
     parts: list[Part] = []
     offset = end = 0

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dtckpt.checkpoint.converting.export import Export, ExportedTensor
-from dtckpt.checkpoint.converting.file_plan import FilePlan, Slot, Written
+from dtckpt.checkpoint.converting.file_plan import FilePlan, FileSlot, Written
 from dtckpt.checkpoint.foreign.safetensors_index import LENGTH_NBYTES, MAX_HEADER_NBYTES, NAMES, header_bytes
 from dtckpt.checkpoint.foreign.safetensors_notes import CONTENT, FORMAT, TREE, content_text, file_names, needs_tree
 from dtckpt.errors import ConfigError, DTypeError, RegionNotFoundError
@@ -115,7 +115,7 @@ def _plan_file(
         )
     slots, end = [], start
     for tensor in ordered:
-        slots.append(Slot(tensor, Region.full(tensor.shape), end))
+        slots.append(FileSlot(tensor, Region.full(tensor.shape), end))
         end += tensor.nbytes
     return FilePlan(name, end, tuple(slots), frame)
 

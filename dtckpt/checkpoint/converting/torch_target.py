@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from dtckpt.checkpoint.converting.export import Export, ExportedTensor
-from dtckpt.checkpoint.converting.file_plan import FilePlan, Slot, Written
+from dtckpt.checkpoint.converting.file_plan import FilePlan, FileSlot, Written
 from dtckpt.checkpoint.foreign.dcp_plan import TensorFacts, empty_dicts, plan_checkpoint
 from dtckpt.checkpoint.foreign.torch_zip_plan import (
     WEIGHTS_ONLY,
@@ -104,7 +104,7 @@ def _file_plan(name: str, segments: Iterable[Segment], tensors: Mapping[str, Exp
     parts = list(segments)
     *starts, nbytes = accumulate(map(segment_nbytes, parts), initial=0)
     placed = list(zip(starts, parts, strict=True))
-    slots = tuple(Slot(tensors[part.name], part.region, at) for at, part in placed if isinstance(part, Elements))
+    slots = tuple(FileSlot(tensors[part.name], part.region, at) for at, part in placed if isinstance(part, Elements))
 
     def frame(written: Written) -> Iterator[tuple[int, bytes]]:
         for at, part in placed:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from awscrt.checksums import crc32
 
 from dtckpt.checkpoint.converting.export import ExportedTensor
-from dtckpt.checkpoint.converting.file_plan import Block, FilePlan, Part, Slot, Written, c_boxes, plan_blocks
+from dtckpt.checkpoint.converting.file_plan import Block, FilePlan, Part, FileSlot, Written, c_boxes, plan_blocks
 from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.resharding.checkpoint_source import Progress
 from dtckpt.comm.background_threads import Pool
@@ -92,7 +92,7 @@ class FileWriter:
         self._progress = progress
         self._read = _Shares()
         self._written = _Shares()
-        self._checksums: dict[Slot, int] = {}
+        self._checksums: dict[FileSlot, int] = {}
         self._contents: dict[str, int] = {}
 
     def write(self, files: Sequence[FilePlan]) -> Mapping[str, int]:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from itertools import chain
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from dtckpt.checkpoint.leaves import new_memory
 from dtckpt.checkpoint.restoring.new_tensors import empty_beside, layout_of_tensor
-from dtckpt.comm.torch_private import is_fake
+from dtckpt.checkpoint.restoring.target import ObjectSlot, is_meta
+from dtckpt.checkpoint.shards import named_tensors
 from dtckpt.errors import DTypeError, capped
 
 
@@ -48,23 +46,22 @@ class MetaTensors:
             self._memory[id(tensor)] = tensor, new
         return self._memory[id(tensor)][1]
 
-    def validate(self, target: Any, state: Any, path: str) -> None:
+    def validate(self, slot: ObjectSlot, path: str) -> None:
         """Check that all tensors of a module on the meta device can get memory; note them.
 
         Args:
-            target: An object of the target whose state was planned.
-            state: Its state.
+            slot: An object of the target whose state was planned.
             path: Its path, for errors.
 
         Raises:
             DTypeError: A tensor is not a part of the module's state, or something holds it by a weak reference.
         """
-        if not isinstance(target, nn.Module):
+        if not isinstance(slot.value, nn.Module):
             return
-        meta = {name: tensor for name, tensor in _named_tensors(target) if is_meta(tensor)}
+        meta = {name: tensor for name, tensor in named_tensors(slot.value) if is_meta(tensor)}
         if not meta:
             return
-        in_state = {id(tensor) for tensor in state.values()}
+        in_state = {id(tensor) for tensor in slot.state.value.values()}
         unsaved = [name for name, tensor in meta.items() if id(tensor) not in in_state]
         if unsaved:
             raise DTypeError(
@@ -101,21 +98,6 @@ class MetaTensors:
         """Let the tensors of modules have the memory that was allocated for them."""
         for tensor in {id(tensor): tensor for tensor in self._in_modules}.values():
             _give_memory(tensor, self._memory[id(tensor)][1])
-
-
-def state_of_module(module: nn.Module) -> Any:
-    """Return the state of a module; of one on the meta device with its very tensors, not detached ones."""
-    has_meta = any(is_meta(tensor) for _, tensor in _named_tensors(module))
-    return module.state_dict(keep_vars=True) if has_meta else module.state_dict()
-
-
-def is_meta(tensor: object) -> bool:
-    """Whether a tensor is on the meta device by its own choice."""
-    return isinstance(tensor, torch.Tensor) and tensor.is_meta and not is_lazy(tensor) and not is_fake(tensor)
-
-
-def _named_tensors(module: nn.Module) -> chain[tuple[str, torch.Tensor]]:
-    return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
 
 
 def _give_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:

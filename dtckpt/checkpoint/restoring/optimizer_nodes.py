@@ -41,7 +41,7 @@ EMPTY: Node = {"dict": [["state", {"dict": []}], ["param_groups", {"list": []}]]
 
 
 @dataclass(slots=True)
-class TargetState:
+class RewrittenState:
     """The saved state of an optimizer, as a target looks for it.
 
     Args:
@@ -70,7 +70,7 @@ def rewrite_state(
     match: Match,
     saved: SavedOptimizers,
     path: tuple[str, ...],
-) -> TargetState:
+) -> RewrittenState:
     """Return the saved state of an optimizer in a target's terms.
 
     Args:
@@ -101,7 +101,7 @@ class _Rewriter:
         self._saved = saved
         self._path = path
         self._used_groups: set[Place] = set()
-        self.made = TargetState({})
+        self.made = RewrittenState({})
 
     def state(self, wanted: Sequence[Parameter], match: Match) -> Iterator[list[Any]]:
         """Yield the key and the node of each parameter that has state in the checkpoint."""

@@ -18,8 +18,8 @@ from dtckpt.checkpoint.restoring.optimizer_match import (
     match_optimizer,
     parameters_of_groups,
 )
-from dtckpt.checkpoint.restoring.optimizer_nodes import EMPTY, Regrouping, TargetState, rewrite_state
-from dtckpt.checkpoint.restoring.target_tree import TargetTree
+from dtckpt.checkpoint.restoring.optimizer_nodes import EMPTY, Regrouping, RewrittenState, rewrite_state
+from dtckpt.checkpoint.restoring.target import ContainerSlot, ObjectSlot, TargetState
 from dtckpt.errors import ShapeMismatchError, TreeError
 from dtckpt.format.names import name_of_key
 from dtckpt.format.tree import Node, items_of, name_of_tensor
@@ -43,7 +43,7 @@ class OptimizerStates:
     """
 
     def __init__(
-        self, target: TargetTree, new_names: Mapping[str, str], shape_of: Callable[[str], tuple[int, ...]]
+        self, target: TargetState, new_names: Mapping[str, str], shape_of: Callable[[str], tuple[int, ...]]
     ) -> None:
         self._target = target
         self._shape_of = shape_of
@@ -61,13 +61,13 @@ class OptimizerStates:
         prefix = "".join(f"{name_of_key(key)}/" for key in path)
         self._clients[prefix] = f"{prefix}{number}/"
 
-    def pool(self, items: Any, node: Node, path: tuple[str, ...]) -> Node:
+    def pool(self, slot: ContainerSlot, node: Node, path: tuple[str, ...]) -> Node:
         """Note that optimizers in one container share what was saved in it; return a node with a place for each.
 
         An optimizer for each parameter or for each part of a model: which of them has a parameter may have changed.
         Their schedulers share in the same way.
         """
-        children = dict(items) if isinstance(items, Mapping) else dict(enumerate(items))
+        children = {key: child.value for key, child in slot.slots.items()}
         opened = items_of(node)
         if not children or opened is None or opened[0] not in node:
             return node
@@ -92,7 +92,7 @@ class OptimizerStates:
             self._pools[id(child)] = SavedOptimizers(tuple(found.values()), numbers.get(key))
         return _with_places(node, children, EMPTY)
 
-    def match_object(self, optimizer: Optimizer, node: Node, path: tuple[str, ...]) -> TargetState | None:
+    def match_object(self, slot: ObjectSlot, node: Node, path: tuple[str, ...]) -> RewrittenState | None:
         """Return the saved state of an optimizer in its terms; None if the node is not the state of an optimizer.
 
         Raises:
@@ -100,7 +100,8 @@ class OptimizerStates:
                 fits its parameter not at all.
             TreeError: Its state depends on the order of the parameters, which is another one.
         """
-        state, parameters = self._target.state_of(optimizer), parameters_of(optimizer)
+        optimizer, state = slot.value, slot.state.value
+        parameters = parameters_of(optimizer)
         if not is_numbered(state, len(parameters)):
             return None
         wanted = parameters_of_groups(state["param_groups"], [*map(self._names_of, parameters)])
@@ -123,7 +124,7 @@ class OptimizerStates:
             names = tuple(saved + name.removeprefix(prefix) if name.startswith(prefix) else name for name in names)
         return names
 
-    def match_dict(self, items: Mapping[Any, Any], node: Node, path: tuple[str, ...]) -> TargetState | None:
+    def match_dict(self, items: Mapping[Any, Any], node: Node, path: tuple[str, ...]) -> RewrittenState | None:
         """Return the saved state for a dict as ``Optimizer.state_dict()`` returns it. Otherwise as `match_object`."""
         groups = items["param_groups"]
         if not isinstance(groups, list | tuple) or not all(_is_group(group) for group in groups):
@@ -134,7 +135,7 @@ class OptimizerStates:
         wanted = parameters_of_groups(groups)
         return rewrite_state(wanted, groups, match_optimizer(wanted, len(groups), saved), saved, path)
 
-    def regroup(self, target: Any, state: Any, node: Node, path: tuple[str, ...]) -> tuple[Node, Sequence[Saved]]:
+    def regroup(self, slot: ObjectSlot, node: Node, path: tuple[str, ...]) -> tuple[Node, Sequence[Saved]]:
         """Return the saved state of a scheduler for the groups that its optimizer has in the target.
 
         Returns:
@@ -144,6 +145,7 @@ class OptimizerStates:
             ShapeMismatchError: A list of the state has not one item for each group.
             TreeError: The groups are of several saved optimizers, whose schedulers are not found.
         """
+        target, state = slot.value, slot.state.value
         optimizer = getattr(target, "optimizer", None)
         regrouping = self._groups.get(id(optimizer))
         if regrouping is None or regrouping.is_same or not isinstance(state, Mapping) or not regrouping.optimizers:

@@ -21,15 +21,15 @@ from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.per_client import ClientNumber
-from dtckpt.checkpoint.restoring.fill_tensors import fill_tensors, read_nbytes
+from dtckpt.checkpoint.restoring.fill import fill_tensors, read_nbytes
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
+from dtckpt.checkpoint.restoring.match import plan_target
 from dtckpt.checkpoint.restoring.new_tensors import meshes_of_layouts, plan_new_tensors
 from dtckpt.checkpoint.restoring.plan import RestorePlan, validate_expected, validate_report
 from dtckpt.checkpoint.restoring.read_once import SharedTensor, agreed_tensors, digests_by_mesh, shareable_tensors
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf, TiedLeaf, split_tied, validate_apart
-from dtckpt.checkpoint.restoring.target_tree import TargetTree
-from dtckpt.checkpoint.restoring.targets import plan_target
+from dtckpt.checkpoint.restoring.target import visit_target
 from dtckpt.checkpoint.restoring.unexpected import Unasked
 from dtckpt.checkpoint.timing import Written, find_slow
 from dtckpt.coordination.api import Coordination
@@ -132,14 +132,14 @@ def restore_opened(
     options = options or RestoreOptions()
     coordination = current_coordination()
     participants = everyone = participants_of(group, coordination.member)
-    tree = TargetTree(target)
     failure: Exception | None = None
     try:
         if target is not None and (mesh is not None or layouts is not None):
             raise TreeError("restore takes a target, or mesh and layouts for new tensors; got both")
         device_mesh = None if mesh is None or isinstance(mesh, Mesh) else mesh
         own_mesh = None if mesh is None else as_mesh(mesh)
-        meshes = tree.root_meshes() if target is not None else meshes_of_layouts(own_mesh, layouts)
+        state = None if target is None else visit_target(target)
+        meshes = meshes_of_layouts(own_mesh, layouts) if state is None else state.meshes
         if group is None:
             clients = {client for each in meshes for client in each.clients}
             participants = tuple(sorted({*clients, coordination.member.client}))
@@ -151,9 +151,9 @@ def restore_opened(
         # Raised inside the first round, as this client's vote: all clients raise it.
         if failure is not None:
             raise failure
-        if target is not None:
+        if state is not None:
             # Not among the participants: that a target's tensors are on few clients says nothing of the others.
-            return plan_target(checkpoint, tree, options, ClientNumber.among(coordination.member.client, everyone))
+            return plan_target(checkpoint, state, options, ClientNumber.among(coordination.member.client, everyone))
         return plan_new_tensors(checkpoint, own_mesh, layouts, options, device_mesh)
 
     return run_restore(path, plan, options, coordination, participants, open_=open_)

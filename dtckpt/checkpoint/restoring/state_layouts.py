@@ -23,7 +23,7 @@ from dtckpt.checkpoint.leaves import new_memory
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.layout_choice import kept_layout
 from dtckpt.checkpoint.restoring.new_tensors import empty_beside, layout_of_tensor
-from dtckpt.checkpoint.restoring.object_states import Scope
+from dtckpt.checkpoint.restoring.target import Scope
 from dtckpt.checkpoint.restoring.wrapper_prefixes import unwrapped
 from dtckpt.errors import LayoutError, capped
 from dtckpt.layout.layout import Layout

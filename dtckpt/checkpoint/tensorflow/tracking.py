@@ -11,14 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from dtckpt.checkpoint.leaves import is_tensor
+from dtckpt.checkpoint.leaves import FixedState, is_tensor
 from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.per_client import ClientNumber
-from dtckpt.checkpoint.restoring.object_states import FixedState
+from dtckpt.checkpoint.restoring.match import plan_target, saved_names
 from dtckpt.checkpoint.restoring.plan import RestorePlan
-from dtckpt.checkpoint.restoring.target_tree import TargetTree, is_stateful_target, items_of_target
-from dtckpt.checkpoint.restoring.targets import plan_target, saved_names
+from dtckpt.checkpoint.restoring.target import is_stateful_target, items_of_target, visit_target
 from dtckpt.errors import CheckpointConflictError, RestoreMismatchError, TreeError, capped
 from dtckpt.format.tree import MAX_DEPTH
 from dtckpt.storage.location import Location
@@ -98,7 +97,7 @@ class Restoration:
                 f"checkpoint {self.location} was replaced since it was restored, so {'/'.join(path)!r} would get a "
                 "value of another state; restore again"
             )
-        return plan_target(checkpoint, TargetTree(target, path), self.options, client, at=path)
+        return plan_target(checkpoint, visit_target(target, path), self.options, client, at=path)
 
     def is_waiting(self, path: Path) -> bool:
         """Whether the checkpoint holds something at or below a path, and no object has taken any of that."""

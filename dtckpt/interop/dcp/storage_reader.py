@@ -33,7 +33,7 @@ from dtckpt.checkpoint.leaves import Leaf, as_leaf, host_array
 from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.restoring.fill_tensors import fill_tensors
+from dtckpt.checkpoint.restoring.fill import fill_tensors
 from dtckpt.checkpoint.timing import Phases
 from dtckpt.comm import host_memory
 from dtckpt.dtensor.torch_checkpoint import copies_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dtckpt.checkpoint.converting.export import ExportedTensor
-from dtckpt.checkpoint.converting.file_plan import MAX_GAP_NBYTES, Slot, c_boxes, plan_blocks
+from dtckpt.checkpoint.converting.file_plan import MAX_GAP_NBYTES, FileSlot, c_boxes, plan_blocks
 from dtckpt.layout.region import Region
 
 
@@ -54,7 +54,7 @@ def test_blocks_cover_all_slots(seed):
         shape = random_shape(rng)
         tensor = ExportedTensor(f"t{number}", Info(shape, shape), rng.choice(["int8", "float32", "float64"]))
         end += rng.choice([0, 0, 3, MAX_GAP_NBYTES + 1])
-        slots.append(Slot(tensor, Region.full(shape), end))
+        slots.append(FileSlot(tensor, Region.full(shape), end))
         end += slots[-1].nbytes
     for max_nbytes in (64, 1000, 1 << 20):
         filled = np.zeros(end, np.int64)

@@ -1,4 +1,4 @@
-"""Restore into a target: match a tree of tensors with the saved structure, walking both side by side."""
+"""Match a restore's target with the saved structure, walking both side by side; changes nothing in either."""
 
 from __future__ import annotations
 
@@ -28,22 +28,27 @@ from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.parameter_names import memory_of, parameters_of
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.restoring.meta_tensors import MetaTensors, is_meta
-from dtckpt.checkpoint.restoring.object_states import (
+from dtckpt.checkpoint.restoring.meta_tensors import MetaTensors
+from dtckpt.checkpoint.restoring.optimizer_match import Rule, rename_optimizers
+from dtckpt.checkpoint.restoring.optimizer_nodes import RewrittenState
+from dtckpt.checkpoint.restoring.optimizer_states import OptimizerStates, is_scheduler
+from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
+from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
+from dtckpt.checkpoint.restoring.target import (
     CLOSED,
+    ContainerSlot,
+    ObjectSlot,
+    PerClientSlot,
     Scope,
+    Slot,
+    TargetState,
+    TensorSlot,
     is_optimizer_state,
     keep_defaults,
     keys_of_other_ranks,
     scope_of_dict,
-    scope_of_object,
+    visit_target,
 )
-from dtckpt.checkpoint.restoring.optimizer_match import Rule, rename_optimizers
-from dtckpt.checkpoint.restoring.optimizer_nodes import TargetState
-from dtckpt.checkpoint.restoring.optimizer_states import OptimizerStates, is_scheduler
-from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
-from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
-from dtckpt.checkpoint.restoring.target_tree import TargetTree, is_stateful_target, items_of_target
 from dtckpt.checkpoint.restoring.wrapper_prefixes import match_unwrapped
 from dtckpt.checkpoint.rng_state import RngState
 from dtckpt.checkpoint.shards import ShardMark, Shards
@@ -63,13 +68,13 @@ def saved_names(checkpoint: Checkpoint, options: RestoreOptions) -> set[str]:
 
 
 def plan_target(
-    checkpoint: Checkpoint, target: TargetTree, options: RestoreOptions, client: ClientNumber, at: tuple[str, ...] = ()
+    checkpoint: Checkpoint, target: TargetState, options: RestoreOptions, client: ClientNumber, at: tuple[str, ...] = ()
 ) -> RestorePlan:
     """Match a target tree with a checkpoint, and plan to fill it.
 
     Args:
         checkpoint: The checkpoint.
-        target: The tree.
+        target: The target.
         options: See `RestoreOptions`.
         client: Which of the clients that restore this one is.
         at: Keys that lead to the part of the checkpoint that fills the target; by default all of it does.
@@ -85,9 +90,9 @@ def plan_target(
     structure = _part_at(trees.rename(checkpoint.structure, moved) if moved else checkpoint.structure, at)
     # Neither a new name nor a distributed checkpoint of PyTorch tells the type of a key: 0 or "0".
     has_text_keys = bool(names) or checkpoint.format == dcp_files.KIND
-    layouts = StateLayouts(target.tensors(), checkpoint.tensors)
+    layouts = StateLayouts(target.tensors, checkpoint.tensors)
     matcher = _Matcher(checkpoint, client, target, layouts, of_parameters, has_text_keys=has_text_keys)
-    renewed = matcher.visit(target.target, structure, at, CLOSED)
+    renewed = matcher.visit(target.root, structure, at, CLOSED)
     matcher.visit_late()
     matcher.find_tied()
     matcher.modules.validate_parameters()
@@ -162,7 +167,7 @@ class _Matcher:
         self,
         checkpoint: Checkpoint,
         client: ClientNumber,
-        target: TargetTree,
+        target: TargetState,
         layouts: StateLayouts,
         of_parameters: Mapping[str, str],
         *,
@@ -200,58 +205,64 @@ class _Matcher:
             tied = {path for path, tensor in self._lacking.items() if memory_of(tensor) in filled}
             self.missing = [path for path in self.missing if path not in tied]
 
-    def visit(self, target: Any, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
+    def visit(self, slot: Slot, node: trees.Node, path: tuple[str, ...], scope: Scope) -> Callable[[], Any]:
         """Plan one node; return a function that gives the node's new value after the reads.
 
         Args:
-            target: What the target has there.
-            node: What the checkpoint has there.
+            slot: The place in the target.
+            node: The node of the checkpoint.
             path: The keys that lead to the node in the checkpoint.
-            scope: What may differ.
+            scope: The differences that are allowed.
         """
-        if scope.drops and self._is_replaced(target, node, scope):
+        if scope.drops and self._is_replaced(slot, node, scope):
             return self._take(node, path, scope)
-        if is_tensor(target) or type(target) is np.ndarray:
-            return self._visit_tensor(target, node, path, self._target.mark_of(target))
-        if isinstance(target, enum.Enum) and "enum" in node:
-            self.used.add("/".join(path))
-            member = EnumMember(*node["enum"]).of(type(target), "/".join(path))
-            return lambda: member
-        if is_plain(target):
-            return self._take(node, path, scope)
-        if isinstance(target, PerClient):
-            return self._visit_per_client(target, node, path, scope)
-        if is_stateful_target(target):
-            return self._visit_object(target, node, path)
-        items = items_of_target(target)
-        if items is None:
-            raise refusal(target, "/".join(path), "restore into")
+        match slot:
+            case TensorSlot(value):
+                return self._visit_tensor(value, node, path, self._target.mark_of(value))
+            case ObjectSlot():
+                return self._visit_object(slot, node, path)
+            case PerClientSlot():
+                return self._visit_per_client(slot, node, path, scope)
+            case ContainerSlot():
+                return self._visit_container(slot, node, path, scope)
+            case Slot(enum.Enum() as value) if "enum" in node:
+                self.used.add("/".join(path))
+                member = EnumMember(*node["enum"]).of(type(value), "/".join(path))
+                return lambda: member
+        if not is_plain(slot.value):
+            raise refusal(slot.value, "/".join(path), "restore into")
+        return self._take(node, path, scope)
+
+    def _is_replaced(self, slot: Slot, node: trees.Node, scope: Scope) -> bool:
+        """Whether a part of an object's state is replaced as a whole: what was saved is of another kind or shape."""
+        match slot:
+            case TensorSlot(value):
+                name = trees.name_of_tensor(node)
+                if name is None or scope.is_fixed(value):
+                    return name is None
+                return tuple(value.shape) != self._checkpoint.info(name).shape
+            case ContainerSlot(items=items):
+                return self._opened(node, "dict" if isinstance(items, Mapping) else "sequence") is None
+        return False
+
+    def _visit_container(
+        self, slot: ContainerSlot, node: trees.Node, path: tuple[str, ...], scope: Scope
+    ) -> Callable[[], Any]:
+        target = slot.value
         if name_of(target) == "TensorParts":
             _validate_parts(target, node, path)
         elif _type_of(node) == "PerClient" and not isinstance(target, ClientValues):
             raise self._misfit(node, type(target).__name__, path)
-        if isinstance(target, tuple) and "tuple" in node:
-            items = target  # older versions saved named tuples by position
-        node = self._optimizers.pool(items, node, path)
+        if isinstance(target, tuple) and "tuple" in node:  # older versions saved named tuples so
+            slot = slot.by_position()
+        node, items = self._optimizers.pool(slot, node, path), slot.items
         if isinstance(items, Mapping):
             inner = scope_of_dict(items, scope if isinstance(target, MutableMapping) else scope.closed())
             if is_optimizer_state(items) and not scope.by_key:
                 node, inner = self._match_optimizer(self._optimizers.match_dict(items, node, path), node, inner)
-            saved = dict(self._saved_items(node, "dict", path))
-            return self._visit_dict(target, items, saved, path, inner)
+            return self._visit_dict(slot, dict(self._saved_items(node, "dict", path)), path, inner)
         nodes = [child for _, child in self._saved_items(node, "sequence", path)]
-        return self._visit_sequence(target, nodes, path, scope.of_items(items))
-
-    def _is_replaced(self, target: Any, node: trees.Node, scope: Scope) -> bool:
-        """Whether a part of an object's state is replaced as a whole: what was saved is of another kind or shape."""
-        if is_tensor(target) or type(target) is np.ndarray:
-            name = trees.name_of_tensor(node)
-            if name is None or scope.is_fixed(target):
-                return name is None
-            return tuple(target.shape) != self._checkpoint.info(name).shape
-        if is_stateful_target(target) or (items := items_of_target(target)) is None:
-            return False
-        return self._opened(node, "dict" if isinstance(items, Mapping) else "sequence") is None
+        return self._visit_sequence(slot, nodes, path, scope.of_items(items))
 
     def _visit_tensor(
         self,
@@ -285,28 +296,27 @@ class _Matcher:
         return lambda: memory
 
     def _visit_object(
-        self, target: Any, node: trees.Node, path: tuple[str, ...], *, is_late: bool = False
+        self, slot: ObjectSlot, node: trees.Node, path: tuple[str, ...], *, is_late: bool = False
     ) -> Callable[[], Any]:
+        target = slot.value
         if is_scheduler(target) and not is_late:
-            self._late.append(lambda: self._visit_object(target, node, path, is_late=True))
+            self._late.append(lambda: self._visit_object(slot, node, path, is_late=True))
             return lambda: target
-        state = self._target.state_of(target)
-        has_meta = any(is_meta(tensor) for _, tensor in TargetTree(state).tensors())
-        scope = scope_of_object(target, state)
+        scope = slot.scope
         if isinstance(target, Optimizer):
-            node, scope = self._match_optimizer(self._optimizers.match_object(target, node, path), node, scope)
+            node, scope = self._match_optimizer(self._optimizers.match_object(slot, node, path), node, scope)
         else:
-            node, parts = self._optimizers.regroup(target, state, node, path)
+            node, parts = self._optimizers.regroup(slot, node, path)
             for at, part in parts:
                 self._use(part, at)
-        renewed = self.visit(state, node, path, scope)
-        self.modules.validate(target, state, "/".join(path))
+        renewed = self.visit(slot.state, node, path, scope)
+        self.modules.validate(slot, "/".join(path))
         self.modules.note_parameters(parameters_of(target), "/".join(path))
 
         def load() -> None:
-            target.load_state_dict(self._target.close(target, renewed()))
-            # A copy to a tensor on the meta device does nothing; PyTorch only warns.
-            if has_meta and any(is_meta(tensor) for _, tensor in TargetTree(target.state_dict()).tensors()):
+            slot.load(renewed())
+            # A copy to a tensor on the meta device does nothing; PyTorch only warns. Such an object is asked again.
+            if slot.has_meta and visit_target(target.state_dict()).root.has_meta:
                 raise DTypeError(
                     f"{type(target).__name__} at {'/'.join(path)!r} keeps tensors on the meta device; restore its "
                     "module itself, or let its load_state_dict assign the tensors"
@@ -315,7 +325,9 @@ class _Matcher:
         (self.last_loads if isinstance(target, RngState) else self.loads).append(load)
         return lambda: target
 
-    def _match_optimizer(self, found: TargetState | None, node: trees.Node, scope: Scope) -> tuple[trees.Node, Scope]:
+    def _match_optimizer(
+        self, found: RewrittenState | None, node: trees.Node, scope: Scope
+    ) -> tuple[trees.Node, Scope]:
         """Return the saved state of an optimizer in the target's terms, and the scope; note what it says."""
         if found is None:
             return node, scope
@@ -371,23 +383,24 @@ class _Matcher:
         return names
 
     def _visit_per_client(
-        self, target: PerClient, node: trees.Node, path: tuple[str, ...], scope: Scope
+        self, slot: PerClientSlot, node: trees.Node, path: tuple[str, ...], scope: Scope
     ) -> Callable[[], Any]:
         """Plan to give a target that differs by client its own of the saved values."""
+        target: PerClient = slot.value
         if _type_of(node) != "PerClient":
             raise self._misfit(node, "PerClient", path)
-        # Of all clients: what this one does not take is not unexpected.
+        # The values of all clients: those that this client does not take are not unexpected.
         self._use(node, path)
         saved = dict(self._saved_items(node, "dict", path))
         source = target.source(saved, node["type"][1], self._client, "/".join(path))
         if source is not None:
             self._optimizers.note_client(path, source)
-            renewed = self.visit(target.value, saved[source], (*path, str(source)), scope)
+            renewed = self.visit(slot.inner, saved[source], (*path, str(source)), scope)
             return lambda: target.assign(renewed())
         if not callable(target.on_resize):
             return lambda: target
         choose, values = target.on_resize, self._take(node, path, scope)
-        if is_stateful_target(target.value):
+        if isinstance(slot.inner, ObjectSlot):
             loads = self.last_loads if isinstance(target.value, RngState) else self.loads
             loads.append(lambda: target.value.load_state_dict(choose(values(), *self._client)))
             return lambda: target
@@ -422,13 +435,9 @@ class _Matcher:
         return TensorNotFoundError(f"the checkpoint has a {saved} at {'/'.join(path)!r}; the target wants a {kind}")
 
     def _visit_dict(
-        self,
-        target: Any,
-        items: Mapping[Any, Any],
-        nodes: dict[Any, trees.Node],
-        path: tuple[str, ...],
-        scope: Scope,
+        self, slot: ContainerSlot, nodes: dict[Any, trees.Node], path: tuple[str, ...], scope: Scope
     ) -> Callable[[], Any]:
+        target, items = slot.value, slot.slots
         if self._has_text_keys:
             known = {str(key): key for key in (*scope.by_key, *items)}
             nodes = {known.get(str(key), key): node for key, node in nodes.items()}
@@ -441,12 +450,12 @@ class _Matcher:
                 plans[key] = self.visit(child, nodes[saved_key], below, scope.below(key))
                 self._note_renamed(nodes[saved_key], below, (*path, str(key)))
             elif key in scope.keeps:
-                plans[key] = partial(_same, child)
+                plans[key] = partial(_same, child.value)
             elif not scope.drops:
                 where = "/".join((*path, str(key)))
-                (self.defaulted if is_plain(child) else self.missing).append(where)
-                if is_tensor(child):
-                    self._lacking[where] = child
+                (self.defaulted if is_plain(child.value) else self.missing).append(where)
+                if is_tensor(child.value):
+                    self._lacking[where] = child.value
         # A dict of optimizer state that is still empty is filled with what was saved.
         if scope.adds or (scope.fills and not items and isinstance(target, Mapping | SimpleNamespace)):
             taken = {*items, *saved_keys.values()}
@@ -459,7 +468,7 @@ class _Matcher:
             }
         if scope.drops:
             plans = {key: plans[key] for key in nodes if key in plans} | plans  # in the order that was saved
-        return lambda: _update_dict(target, items, {key: renew() for key, renew in plans.items()}, drops=scope.drops)
+        return lambda: _update_dict(slot, {key: renew() for key, renew in plans.items()}, drops=scope.drops)
 
     def _note_renamed(self, node: trees.Node, saved: tuple[str, ...], path: tuple[str, ...]) -> None:
         if saved != path:
@@ -467,8 +476,9 @@ class _Matcher:
             self.renamed |= {name: new + name.removeprefix(old) for name in trees.tensor_names(node)}
 
     def _visit_sequence(
-        self, target: Sequence[Any], saved: Sequence[trees.Node], path: tuple[str, ...], scope: Scope
+        self, slot: ContainerSlot, saved: Sequence[trees.Node], path: tuple[str, ...], scope: Scope
     ) -> Callable[[], Any]:
+        target, slots = slot.value, list(slot.slots.values())
         # A list that is still empty is filled with what was saved, too.
         is_filled = scope.drops or (not target and isinstance(target, MutableSequence))
         if not is_filled and len(target) != len(saved):
@@ -483,8 +493,8 @@ class _Matcher:
                 f"{len(saved)}"
             )
         plans = [
-            self.visit(target[position], node, (*path, str(position)), scope.below(position))
-            if position < len(target)
+            self.visit(slots[position], node, (*path, str(position)), scope.below(position))
+            if position < len(slots)
             else self._take(node, (*path, str(position)), scope.below(position))
             for position, node in enumerate(saved)
         ]
@@ -520,12 +530,13 @@ def _validate_parts(target: Any, node: trees.Node, path: tuple[str, ...]) -> Non
         )
 
 
-def _update_dict(target: Any, items: Mapping[Any, Any], renewed: Mapping[Any, Any], *, drops: bool) -> Any:
+def _update_dict(slot: ContainerSlot, renewed: Mapping[Any, Any], *, drops: bool) -> Any:
+    target, slots = slot.value, slot.slots
     if drops and isinstance(target, MutableMapping):
         target.clear()
         target.update(renewed)
         return target
-    changed = {key: value for key, value in renewed.items() if key not in items or items[key] is not value}
+    changed = {key: value for key, value in renewed.items() if key not in slots or slots[key].value is not value}
     if isinstance(target, MutableMapping):
         target.update(changed)
         return target
