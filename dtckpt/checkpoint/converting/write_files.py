@@ -22,7 +22,7 @@ import numpy.typing as npt
 from awscrt.checksums import crc32
 
 from dtckpt.checkpoint.converting.export import ExportedTensor
-from dtckpt.checkpoint.converting.file_plan import Block, FilePlan, Part, FileSlot, Written, c_boxes, plan_blocks
+from dtckpt.checkpoint.converting.file_plan import Block, FilePlan, FileSlot, Part, Written, c_boxes, plan_blocks
 from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.resharding.checkpoint_source import Progress
 from dtckpt.comm.background_threads import Pool

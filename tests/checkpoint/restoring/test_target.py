@@ -86,7 +86,7 @@ def test_modules_optimizers_and_schedulers_are_asked_once(tmp_path, monkeypatch,
         lambda counted: {"a": [{"b": counted}]},
         lambda counted: {"one": counted, "two": counted},
         lambda counted: {"outer": Counted(counted)},
-        lambda counted: dtckpt.PerClient(counted),
+        dtckpt.PerClient,
     ],
     ids=["root", "deep", "twice", "inside", "per client"],
 )
@@ -98,7 +98,7 @@ def test_an_object_is_asked_once_in_any_place(tmp_path, place):
     assert (counted.calls, counted.inner.held) == (1, {"seen": 3})
 
 
-@pytest.mark.parametrize("key, columns", [("absent", 4), ("model", 5)])
+@pytest.mark.parametrize(("key", "columns"), [("absent", 4), ("model", 5)])
 def test_a_refused_restore_asks_once_and_changes_nothing(tmp_path, key, columns):
     dtckpt.save(tmp_path / "c", {"model": nn.Linear(4, 4)})
     counted = Counted(nn.Linear(columns, 4))
@@ -112,7 +112,9 @@ def test_a_refused_restore_asks_once_and_changes_nothing(tmp_path, key, columns)
 def test_a_renamed_target_is_asked_once(tmp_path):
     dtckpt.save(tmp_path / "c", {"old": nn.Linear(2, 2)})
     counted = Counted(nn.Linear(2, 2))
-    dtckpt.restore(tmp_path / "c", {"new": counted}, options=RestoreOptions(rename=lambda name: name.replace("old", "new")))
+    dtckpt.restore(
+        tmp_path / "c", {"new": counted}, options=RestoreOptions(rename=lambda name: name.replace("old", "new"))
+    )
     assert counted.calls == 1
 
 
