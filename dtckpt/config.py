@@ -147,7 +147,7 @@ class Config:
         """This client's rank, and the number of clients."""
         for name, text, other in (("RANK", self.rank, "WORLD_SIZE"), ("WORLD_SIZE", self.world_size, "RANK")):
             if text is None:
-                raise ConfigError(f"{name}: got nothing though {other} is set, expected both or none of them")
+                raise ConfigError(f"{name}: is not set, but {other} is; set both variables or neither")
         count = _integer("WORLD_SIZE", self.world_size or "", 1, None)
         return _integer("RANK", self.rank or "", 0, count), count
 

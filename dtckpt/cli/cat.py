@@ -57,8 +57,8 @@ Examples:
 def command(*, path: str, tensor: str, stats: bool, all_elements: bool, max_memory: str, as_json: bool) -> None:
     """Print elements of a tensor of checkpoint PATH.
 
-    SLICE is one of NumPy: integers, start:stop:step and '...'. Only the chunks that it meets are read. Minimum,
-    maximum, mean and standard deviation are those of the finite elements; of complex ones, magnitudes count.
+    SLICE has NumPy's syntax: integers, start:stop:step and '...'. Only the chunks that it meets are read. Minimum,
+    maximum, mean and standard deviation count the finite elements, and the magnitudes of complex elements.
     """
     from dtckpt.checkpoint.inspecting.read_elements import read_elements
     from dtckpt.checkpoint.inspecting.selection import Selection

@@ -44,8 +44,8 @@ PROGRESS_S = 1.0
 
 EPILOG = """\b
 Names:
-  GLOB and OLD are matched with names of tensors and paths of values (* also matches /). Each * of NEW stands for what
-  the one of OLD matched. Names of OLD and NEW are joined by /; files of safetensors have . in its place.
+  GLOB and OLD are matched with names of tensors and paths of values (* also matches /). Each * of NEW stands for the
+  text that the * of OLD matched. Names of OLD and NEW are joined by /; files of safetensors have . in its place.
 
 \b
 Examples:
@@ -61,8 +61,8 @@ Examples:
 @click.command("convert", epilog=EPILOG)
 @source_and_target
 @click.option("--to", type=click.Choice(TARGETS), help="Format of DST [default: by its suffix, or else dtckpt].")
-@click.option("--select", multiple=True, metavar="GLOB", help="Write only what has such names.")
-@click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="New names of what is written.")
+@click.option("--select", multiple=True, metavar="GLOB", help="Write only tensors and values whose names match.")
+@click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="Rename tensors and values on the way.")
 @click.option("--dtype", metavar="DTYPE", help="New dtype of the floating-point tensors, such as bfloat16.")
 @click.option(
     "--tied", "ties", multiple=True, metavar="NAME=KEPT", help="Store KEPT only; NAME must have the same elements."

@@ -78,9 +78,9 @@ def command(
     take_over: bool,
     as_json: bool,
 ) -> None:
-    """Show, and with --yes remove, leftovers and old steps below ROOT: those that no --keep rule keeps.
+    """Show, and with --yes remove, leftovers below ROOT and the old steps that no --keep rule keeps.
 
-    The rules are those of a CheckpointManager. Without any, all steps stay. The newest valid step, damaged steps, and
+    The rules work as in a CheckpointManager. Without a rule, all steps stay. The newest valid step, damaged steps, and
     files that a process writes or restores, always stay.
     """
     from dataclasses import replace

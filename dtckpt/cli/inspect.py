@@ -64,8 +64,8 @@ def command(
 ) -> None:
     """Show the tensors and values of checkpoint PATH.
 
-    Tensors that are alike but for numbers in their names share a line: layers.{0..31}.norm stands for 32 of them, and
-    chunks and bytes are those of all of them.
+    Tensors whose names differ only in numbers share a line if they are alike: layers.{0..31}.norm stands for 32
+    tensors, and the line shows the chunks and bytes of all 32.
     """
     from dtckpt.checkpoint.open import open_checkpoint
 

@@ -187,7 +187,7 @@ def _timeline(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
     costs = checkpoint.manifest.costs if checkpoint.format == KIND else {}
     if not any(costs.values()):
         raise CheckpointError(
-            f"{checkpoint.path} stores no timings of its save, as those of dtckpt.save and CheckpointManager do; draw "
+            f"{checkpoint.path} stores no timings of its save; dtckpt.save and CheckpointManager store them; draw "
             "its regions or traffic: name a tensor, or give --mesh"
         )
     subtitle = "seconds of each phase, in their order; a grey end is the wait for the other clients"

@@ -23,11 +23,11 @@ Models:
 
 \b
 Layouts:
-  As for dtckpt reshard. Names are those of the state and of the parameter: model/layers.0.attention.wq.weight.
+  As for dtckpt reshard. A name joins the names of the state and of the parameter: model/layers.0.attention.wq.weight.
 
 \b
 Speeds:
-  Bytes a second: 25GB, 512MiB. Pass what you have measured; the defaults are guesses.
+  Bytes a second: 25GB, 512MiB. Pass measured speeds; the defaults are guesses.
 
 \b
 Examples:
@@ -49,7 +49,7 @@ Examples:
     "states",
     multiple=True,
     metavar="NAME=DTYPE",
-    help="A tensor that is kept of each parameter [default: those of the model: weights in bfloat16, and three tensors "
+    help="A tensor that is kept of each parameter [default: weights in bfloat16, and three tensors "
     "of AdamW in float32].",
 )
 @click.option("--devices-per-client", type=click.IntRange(min=1), default=1, show_default=True, metavar="N")
@@ -67,7 +67,7 @@ Examples:
     default=0.18,
     show_default=True,
     metavar="MS",
-    help="What one client's arrival takes at a barrier.",
+    help="Seconds that the arrival of one client takes at a barrier.",
 )
 @click.option(
     "--mtbf",
@@ -119,10 +119,10 @@ def command(
     output: Path | None,
     as_json: bool,
 ) -> None:
-    """Show what saves and restores of MODEL would take on a mesh that need not exist.
+    """Show the bytes and seconds that saves and restores of MODEL would take on a mesh that need not exist.
 
-    Bytes are those of the plans that real saves, restores and reshards follow. Seconds are these bytes at the speeds
-    that you give; the time for planning is measured here.
+    The bytes come from the plans that real saves, restores and reshards follow. The seconds are these bytes at the
+    speeds that you give; the time for planning is measured here.
     """
     from dtckpt.checkpoint.options import SaveOptions
     from dtckpt.checkpoint.simulating.simulate import simulate

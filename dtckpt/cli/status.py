@@ -25,7 +25,8 @@ _HEADER = ("client", "state", "heard", "phase", "step", "done", "unchanged", "ho
 
 EPILOG = """\b
 Variables:
-  DTCKPT_COORDINATOR, and what else names it to clients; DTCKPT_COORDINATOR_CA, _CERT, _KEY, _SERVER_NAME for TLS;
+  DTCKPT_COORDINATOR, or another variable that names the coordinator to clients;
+  DTCKPT_COORDINATOR_CA, _CERT, _KEY, _SERVER_NAME for TLS;
   DTCKPT_COORDINATOR_TOKEN_FILE or _TOKEN: a job's token shows that job, a token of the job * shows all.
 
 \b
@@ -78,7 +79,7 @@ def command(
     rows: int,
     as_json: bool,
 ) -> None:
-    """Show jobs, clients and open barriers of a coordinator: who is missing, and what they did last."""
+    """Show jobs, clients and open barriers of a coordinator: which clients are missing, and the last phase of each."""
     from dtckpt._proto import COORDINATOR, require
 
     require(*COORDINATOR)

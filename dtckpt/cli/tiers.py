@@ -35,8 +35,8 @@ Examples:
 def command(*, root: str, without: str | None, as_json: bool) -> None:
     """Show which steps the hosts of a job hold, and which would come back if hosts were lost now.
 
-    ROOT is the directory or URL of a CheckpointManager with a LocalTier. What the hosts hold is read from a file that
-    client 0 keeps there, so no host is asked.
+    ROOT is the directory or URL of a CheckpointManager with a LocalTier. The command asks no host: it reads the
+    inventory that client 0 keeps in a file there.
     """
     from dtckpt.checkpoint.managing.root import root_of
     from dtckpt.checkpoint.managing.step_folders import StepFolders

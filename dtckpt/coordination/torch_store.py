@@ -283,7 +283,7 @@ class TorchStoreCoordination:
         payloads = {client: arrival.payload for client, arrival in arrivals.items()} if collect else {}
         if None in payloads.values():
             raise errors.BarrierConflictError(
-                f"barrier {name!r} passed elsewhere, and nobody there asked for the payloads"
+                f"barrier {name!r} passed elsewhere, and no client there asked for the payloads"
             )
         known = {client: payload or b"" for client, payload in payloads.items()}
         return Verdict(name, round_.header.generation, known, begun)

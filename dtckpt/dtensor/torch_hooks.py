@@ -73,7 +73,7 @@ def _unwrap_for_comparison(actual: Any, expected: Any) -> tuple[Any, Any]:
         return _unwrapped(actual, expected)  # type: ignore[no-any-return]
     if not all(are_dtensors):
         raise TypeError(
-            "a DTensor and what is none cannot be compared: take full_tensor() for the whole, to_local() for this "
+            "a DTensor and a plain tensor cannot be compared: take full_tensor() for the whole, to_local() for this "
             "client's part"
         )
     if actual.layout != expected.layout:

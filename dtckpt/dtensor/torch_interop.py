@@ -42,7 +42,7 @@ def layout_and_local(value: Any, kept: KeptLayouts | None = None) -> tuple[Layou
     local = torch_private.local_tensor_of(value).detach()  # to_local() would record a gradient, which takes much longer
     if isinstance(local, DTensor):
         raise LayoutError(
-            "got a DTensor of PyTorch whose local part is a DTensor of dtckpt, so its rows are not those of the "
+            "got a DTensor of PyTorch whose local part is a DTensor of dtckpt, so its rows are not the rows of the "
             "tensor; shard a module by one of the two libraries: pass PyTorch's fully_shard to_torch(…) of its tensors"
         )
     mesh = value.device_mesh

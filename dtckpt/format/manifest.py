@@ -414,7 +414,7 @@ def _entry(
     name, path = message.name, message.path
     # A path of its own choice could lead a reader to another tensor's chunks.
     if not is_path_of(path, name):
-        raise ValueError(f"array {path!r} is not that of tensor {name!r}")
+        raise ValueError(f"array {path!r} does not belong to tensor {name!r}")
     content = message.content if message.HasField("content") else None
     # What is left is equal for all tensors of a kind, byte by byte, and so is parsed once.
     for field_name in ("name", "path", "digests", "content"):
@@ -424,7 +424,9 @@ def _entry(
     if kind is None:
         kind = kinds[key] = _kind(message, name, digests.size, meshes)
     if digests.size != kind.grid.num_chunks:
-        raise ValueError(f"tensor {name!r} has {digests.size} digests, expected those of {kind.grid.num_chunks} chunks")
+        raise ValueError(
+            f"tensor {name!r} has {digests.size} digests, expected one for each of {kind.grid.num_chunks} chunks"
+        )
     return ArrayEntry(name, path, kind, digests, content)
 
 
@@ -440,7 +442,7 @@ def _kind(message: checkpoint_pb2.TensorEntry, name: str, num_digests: int, mesh
     if not num_digests == sum(run.count for run in message.writers) == grid.num_chunks:
         raise ValueError(
             f"tensor {name!r} has {num_digests} digests and {len(message.writers)} runs of writers, "
-            f"expected those of {grid.num_chunks} chunks"
+            f"expected them for {grid.num_chunks} chunks"
         )
     if any(number >= grid.num_chunks for number in missing):
         raise ValueError(f"tensor {name!r} lacks chunks that it does not have")

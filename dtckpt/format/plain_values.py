@@ -91,7 +91,7 @@ def encode_member(member: enum.Enum, where: str) -> list[str]:
     except KeyError:
         is_found = False
     if not is_found:
-        raise TreeError(f"cannot save {member!r} at {where!r}: it has no name of its own; pass its value")
+        raise TreeError(f"cannot save {member!r} at {where!r}: it has no name; pass its value")
     return [type(member).__name__, name]
 
 

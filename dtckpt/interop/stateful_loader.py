@@ -40,8 +40,8 @@ def resize_loader(values: ClientValues, client: int, num_clients: int) -> dict[s
     """
     if not values or sorted(values) != list(range(values.num_clients)):
         raise TreeError(
-            f"positions of a loader cannot be dealt out anew: got those of clients {capped(sorted(values))}, expected "
-            f"those of all {values.num_clients} that saved"
+            f"positions of a loader cannot be dealt out anew: got clients {capped(sorted(values))}, expected all "
+            f"{values.num_clients} clients that saved"
         )
     states = [values[number] for number in range(values.num_clients)]
     drawn = [_drawn(state, number) for number, state in enumerate(states)]
@@ -93,13 +93,13 @@ def _drawn(state: Any, client: int) -> int:
     except (KeyError, TypeError, AttributeError, ValueError):
         raise TreeError(
             f"position of the loader of client {client} cannot be dealt out anew: it is not the state of torchdata's "
-            "StatefulDataLoader with batches of a data set that is indexed; pass a function of your own as on_resize"
+            "StatefulDataLoader with batches of a data set that is indexed; pass your own function as on_resize"
         ) from None
     if has_own or not is_dealt_out:
         raise TreeError(
             f"position of the loader of client {client} cannot be dealt out anew: its "
-            f"{'data set' if has_own else 'sampler'} has a state of its own; use a DistributedSampler on a data set "
-            "without a state, or pass a function of your own as on_resize"
+            f"{'data set' if has_own else 'sampler'} has its own state; use a DistributedSampler on a data set "
+            "without a state, or pass your own function as on_resize"
         )
     if steps:
         raise TreeError(

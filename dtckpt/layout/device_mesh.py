@@ -411,5 +411,5 @@ def require_mesh(device_mesh: MeshLike | None) -> Mesh:
     """
     mesh = get_default_mesh() if device_mesh is None else as_mesh(device_mesh)
     if mesh is None:
-        raise MeshError("no mesh was given and none is active; pass device_mesh, or use run_on(mesh)")
+        raise MeshError("no mesh was given and no mesh is active; pass device_mesh, or use run_on(mesh)")
     return mesh

@@ -180,7 +180,7 @@ def mesh_from_proto(proto: layout_pb2.MeshProto) -> MeshRecord:
     if not isinstance(proto, layout_pb2.MeshProto):
         raise MeshTypeError(f"mesh proto: got {type(proto).__name__}, expected MeshProto")
     if unknown := _unknown_fields(proto, *proto.mesh_dimensions):
-        raise MeshError(f"mesh proto: got unknown fields {unknown}, expected those of this version only")
+        raise MeshError(f"mesh proto: got unknown fields {unknown}, expected only the fields of this version")
     return MeshRecord(
         dims=tuple((dim.name, dim.size) for dim in proto.mesh_dimensions),
         global_device_ids=tuple(proto.global_device_ids),
@@ -277,7 +277,9 @@ def specs_from_proto(protos: Sequence[layout_pb2.ShardingSpec]) -> tuple[Spec, .
     """
     for proto in protos:
         if unknown := _unknown_fields(proto):
-            raise LayoutError(f"sharding spec proto: got unknown fields {unknown}, expected those of this version only")
+            raise LayoutError(
+                f"sharding spec proto: got unknown fields {unknown}, expected only the fields of this version"
+            )
         if bool(proto.sharding_spec) and bool(proto.axes):
             raise LayoutError(
                 f"sharding spec proto: got both {proto.sharding_spec!r} and {list(proto.axes)}, expected one of them"
@@ -297,7 +299,7 @@ def partial_from_proto(protos: Sequence[layout_pb2.AxisReduction]) -> tuple[tupl
         LayoutError: A proto has unknown fields.
     """
     if unknown := _unknown_fields(*protos):
-        raise LayoutError(f"reduction proto: got unknown fields {unknown}, expected those of this version only")
+        raise LayoutError(f"reduction proto: got unknown fields {unknown}, expected only the fields of this version")
     return tuple((proto.axis, proto.reduce_op) for proto in protos)
 
 
@@ -321,7 +323,7 @@ def layout_from_proto(proto: layout_pb2.LayoutProto) -> LayoutRecord:
     if not isinstance(proto, layout_pb2.LayoutProto):
         raise LayoutTypeError(f"layout proto: got {type(proto).__name__}, expected LayoutProto")
     if unknown := _unknown_fields(proto):
-        raise LayoutError(f"layout proto: got unknown fields {unknown}, expected those of this version only")
+        raise LayoutError(f"layout proto: got unknown fields {unknown}, expected only the fields of this version")
     kinds = layout_pb2.LayoutProto.LayoutType
     if proto.type not in kinds.values():
         raise LayoutError(f"layout proto: got type {proto.type}, expected one of {', '.join(kinds.keys())}")

@@ -86,9 +86,7 @@ def validate_name(target: Path) -> None:
         ConfigError: The target has such a name.
     """
     if _WORKING_NAME.fullmatch(target.name):
-        raise ConfigError(
-            f"{target} cannot be a checkpoint: names like that are those of saves under way; choose another"
-        )
+        raise ConfigError(f"{target} cannot be a checkpoint: such names belong to saves under way; choose another")
 
 
 def is_committed(folder: Path) -> bool:

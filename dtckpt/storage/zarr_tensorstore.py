@@ -366,8 +366,8 @@ def merge(kind: str, root: Folder, last_written: Mapping[int, str]) -> None:
     # The merge cannot tell: a database that is not seen, or seen in an earlier state, looks like one that holds less.
     if lost := [client for client in last_written if not is_visible[client]]:
         raise CheckpointCorruptError(
-            f"what clients {capped(lost)} wrote is not to be seen in {root}; got no {last_written[lost[0]]}; "
-            "every client must see one shared file system; nothing was committed, save again"
+            f"clients {capped(lost)} wrote files to {root} that this client does not see; got no "
+            f"{last_written[lost[0]]}; every client must see one shared file system; nothing was committed, save again"
         )
 
 

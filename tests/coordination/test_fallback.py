@@ -163,7 +163,7 @@ def test_payloads_that_nobody_asked_for_are_not_made_up():
         waiting.results()
         clients[0]._give_up(errors.CoordinatorUnavailableError("nobody answers"))
         wait_until(lambda: clients[1].has_fallen_back)
-        with pytest.raises(errors.BarrierConflictError, match="nobody there asked for the payloads"):
+        with pytest.raises(errors.BarrierConflictError, match="no client there asked for the payloads"):
             clients[1]._secondary.barrier("b", timeout_s=20, collect=True, moved_from="")  # as if it had not been told
 
 

@@ -71,12 +71,12 @@ def changed(change):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda states: states.pop(1), "got those of clients 0, expected those of all 2"),
+        (lambda states: states.pop(1), "got clients 0, expected all 2 clients"),
         (lambda states: states.update({1: state_after(2, 2)[1]}), r"clients have drawn 12, 8 samples, expected 10, 10"),
         (lambda states: states.update({1: {"position": 3}}), "it is not the state of torchdata's StatefulDataLoader"),
-        (lambda states: states[0].update(dataset_state={"at": 1}), "its data set has a state of its own"),
-        (lambda states: states[0].update(fetcher_state={}), "its data set has a state of its own"),
-        (lambda states: states[1]["_sampler_iter_state"].update(sampler_iter_state={}), "its sampler has a state"),
+        (lambda states: states[0].update(dataset_state={"at": 1}), "its data set has its own state"),
+        (lambda states: states[0].update(fetcher_state={}), "its data set has its own state"),
+        (lambda states: states[1]["_sampler_iter_state"].update(sampler_iter_state={}), "its sampler has its own state"),
     ],
 )
 def test_positions_that_cannot_be_dealt_out(change, text):

@@ -53,8 +53,8 @@ def test_addresses_tell_the_number_of_clients(environment, stated):
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"RANK": "0"}, "WORLD_SIZE: got nothing though RANK is set, expected both"),
-        ({"WORLD_SIZE": "2"}, "RANK: got nothing though WORLD_SIZE is set, expected both"),
+        ({"RANK": "0"}, "WORLD_SIZE: is not set, but RANK is; set both"),
+        ({"WORLD_SIZE": "2"}, "RANK: is not set, but WORLD_SIZE is; set both"),
         (torchrun(4, 4), "RANK: got 4, expected an integer from 0 to 3"),
         (torchrun(-1, 4), "RANK: got -1, expected an integer from 0 to 3"),
         (torchrun("one", 4), "RANK: got 'one', expected an integer from 0 to 3"),

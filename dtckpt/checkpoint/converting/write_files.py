@@ -183,7 +183,7 @@ class FileWriter:
         content = self._written.digest(tensor)
         if content != expected:
             raise CheckpointCorruptError(
-                f"tensor {tensor.info.name!r} of {self._checkpoint.path} is not what was written of it; got content "
+                f"tensor {tensor.info.name!r} of {self._checkpoint.path} was written with other elements; got content "
                 f"{content:016x}, expected {expected:016x}; nothing was committed"
             )
         return content
@@ -238,5 +238,5 @@ def _read_at(descriptor: int, data: memoryview, offset: int) -> None:
     while data:
         count = os.preadv(descriptor, [data], offset)
         if not count:
-            raise OSError("the new file is shorter than what was written to it")
+            raise OSError("the new file is shorter than the bytes written to it")
         data, offset = data[count:], offset + count

@@ -88,7 +88,9 @@ def _read_parts(folder: Folder, name: str, names: Collection[str]) -> PieceIndex
         if (structure := trees.dict_of(part.structure)) is None:
             raise CheckpointCorruptError(f"{folder}/{file} holds no dict of tensors, which a part of a model is")
         if twice := part.tensors.keys() & tensors.keys():
-            raise CheckpointCorruptError(f"tensor {min(twice)[:200]!r} is in two files of {folder}, one is {file}")
+            raise CheckpointCorruptError(
+                f"tensor {min(twice)[:200]!r} is in two files of {folder}; the first is {file}"
+            )
         tensors |= part.tensors
         refused |= part.refused
         items += structure["dict"]

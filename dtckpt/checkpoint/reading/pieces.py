@@ -222,7 +222,7 @@ class PieceIndex:
         )
         if is_expanded_too_far(nbytes, stored := sum(self.file_nbytes().values())):
             raise CheckpointCorruptError(
-                f"the checkpoint does not hold what its index says: {nbytes} bytes of tensors would be made of "
+                f"the checkpoint and its index disagree: {nbytes} bytes of tensors would be made of "
                 f"{stored} bytes of files; restore another checkpoint"
             )
 

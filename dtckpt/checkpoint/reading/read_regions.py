@@ -190,7 +190,7 @@ class RegionReader:
         chunks = ((entry, index) for entry, region in reversed(checked) for index in entry.grid.meeting(region))
         if (lost := self._reader.find_missing_chunk(chunks)) is not None:
             raise CheckpointCorruptError(
-                f"{self._path} does not hold what its manifest says: {lost} is missing, or too short for the chunks "
+                f"{self._path} lacks chunks that its manifest names: {lost} is missing, or too short for the chunks "
                 "that should be in it; restore another checkpoint"
             )
 

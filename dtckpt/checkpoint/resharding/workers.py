@@ -170,8 +170,8 @@ class SharedAttempt:
                 return 0  # all parts are finished, and another worker is committing them
             if not is_mine:
                 raise CoordinationError(
-                    f"another process is writing part {self._worker.index} of {self._target}; every worker needs an "
-                    "index of its own"
+                    f"another process is writing part {self._worker.index} of {self._target}; every worker needs its "
+                    "own index"
                 )
             if self._is_merged() or (self._worker.resume and self._mark(self._worker.index) is not None):
                 return 0

@@ -143,5 +143,5 @@ def _validate_tied(read: Callable[..., object], tied: Sequence[TiedLeaf]) -> Non
             if not same_bits(stored, copies[0]):
                 raise ReplicaMismatchError(
                     f"tensors {name!r} and {other!r} share memory in the target, but were saved with different values; "
-                    "give them memory of their own"
+                    "give each of them its own memory"
                 )

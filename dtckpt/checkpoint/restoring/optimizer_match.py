@@ -305,7 +305,7 @@ def _match_positions(
     sizes, saved_sizes = (list(Counter(each.group for each in some).values()) for some in (wanted, saved))
     if sizes != saved_sizes:
         raise ShapeMismatchError(
-            f"optimizer at {where!r}: its parameters and those of the checkpoint have no names in common, so they "
+            f"optimizer at {where!r}: its parameters and the saved ones have no names in common, so they "
             f"match by position; got groups of {sizes} parameters in the target, expected {saved_sizes}; restore it "
             "together with its module"
         )

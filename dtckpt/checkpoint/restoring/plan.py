@@ -148,7 +148,7 @@ def validate_expected(report: RestoreReport) -> None:
     """
     if report.unexpected:
         raise UnexpectedTensorError(
-            f"checkpoint {report.path} holds what the target does not ask for: "
+            f"checkpoint {report.path} holds tensors or values that the target does not ask for: "
             f"{capped(map(repr, report.unexpected))}; RestoreOptions(allow_unexpected=True) passes over it; if other "
             "clients restore the rest, name all of them in group=",
             names=report.unexpected,

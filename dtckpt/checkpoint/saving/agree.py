@@ -344,7 +344,7 @@ def read_text(root: Folder, name: str, client: int, digest: int) -> bytes:
     # The digest came with the vote, past storage: a stale or torn file must not become a plan.
     if bytes_digest(text) != digest:
         raise CheckpointCorruptError(
-            f"{name} of client {client} is not what it announced; nothing was committed, save again"
+            f"{name} of client {client} differs from the client's announcement; nothing was committed, save again"
         )
     return text
 

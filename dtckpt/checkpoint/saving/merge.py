@@ -125,7 +125,7 @@ def _entries(
         must = item.spec.content if item.spec.content is not None else expected_contents.get(item.spec.name)
         if content is not None and must not in (None, content):
             raise CheckpointCorruptError(
-                f"tensor {item.spec.name!r} would not hold what it held before; got content {content:016x}, expected "
+                f"tensor {item.spec.name!r} would get other elements; got content {content:016x}, expected "
                 f"{must:016x}; nothing was committed"
             )
         missing = frozenset(item.missing if NO_CLIENT in owners else ())

@@ -75,7 +75,7 @@ class DTensorCheckpoint(Node):
         self._awaited: tuple[Restoration, Path] | None = None
         self._latest = RestoreStatus(self, None, COUNTER)
         if taken := {COUNTER} & set(self._children()) | _OWN & set(objects):
-            raise ConfigError(f"objects need names of their own; {capped(sorted(taken))} is taken")
+            raise ConfigError(f"objects need distinct names; {capped(sorted(taken))} is taken")
         for name, value in objects.items():
             setattr(self, name, value)
 
@@ -90,7 +90,7 @@ class DTensorCheckpoint(Node):
             object.__setattr__(self, name, value)
             return
         if hasattr(type(self), name) or self._children().get(name, value) is not value:
-            raise ConfigError(f"objects need names of their own; {name} is taken")
+            raise ConfigError(f"objects need distinct names; {name} is taken")
         self._objects[name] = self._fill(name, value)
 
     def __delattr__(self, name: str) -> None:

@@ -220,8 +220,8 @@ class RestoreStatus:
         missing = tuple(name for name in self.missing if name in self._missing_at_first)
         if missing or self.unexpected:
             raise RestoreMismatchError(
-                f"this save would lose data: {self._describe(missing, self.unexpected)}; if that is meant, call "
-                "expect_partial() on what restore() returned",
+                f"this save would drop restored data: {self._describe(missing, self.unexpected)}; if that is meant, "
+                "call expect_partial() on the status that restore() returned",
                 missing=missing,
                 unexpected=self.unexpected,
             )

@@ -93,7 +93,7 @@ def _indexes_of(session: TierSession, held: HeldSave) -> tuple[dict[int, PartInd
                 with noted(host, failures):
                     index = PartIndex.from_bytes(file)
                     if index.save != held.save or (client is not None and index.client != client):
-                        raise CheckpointCorruptError("an index is that of another part")
+                        raise CheckpointCorruptError("an index belongs to another part")
                     # Other hosts' near copies are left out: the parts that they copy have separate indexes.
                     indexes.setdefault(index.client, index if host == here else index.without_copies())
             if host == here:

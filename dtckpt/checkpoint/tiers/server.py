@@ -155,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _RefusedError(503, "the clients of this job have not met yet")
             shown = self.headers.get("Authorization", "")
             if not hmac.compare_digest(shown.encode(), f"Bearer {self.server.token}".encode()):
-                raise _RefusedError(403, "the token is not that of this attempt of the job")
+                raise _RefusedError(403, "the token belongs to another attempt of the job")
             match [self.command, *self.path.split("/")[1:]]:
                 case ["GET", "v1", "indexes", save]:
                     self._answer(list(self._indexes(SaveId.parse(save))))

@@ -228,8 +228,8 @@ class _RingAttentionMode(TorchFunctionMode):
             # Messages have the sizes of the runs, so parts of other lengths would not fit the buffers.
             if tuple(sum(stop - start for start, stop in one) for one in runs) != column:
                 raise OperatorError(
-                    f"attention in context_parallel: got parts of lengths {column}, expected those of a sequence in "
-                    f"{2 * count} chunks"
+                    f"attention in context_parallel: got parts of lengths {column}, expected the parts of a sequence "
+                    f"in {2 * count} chunks"
                 )
             result.append(runs)
         return result

@@ -132,7 +132,7 @@ def _tree(metadata: Metadata, tensors: Mapping[str, TensorBoxes], parts: Mapping
     paths, items = metadata.planner_data, metadata.state_dict_metadata
     if paths is not None and not (isinstance(paths, Mapping) and all(map(is_path, paths.values()))):
         raise TreeError(
-            f"the planner has data of its own for the metadata, which is not stored; got {type(paths).__name__}, "
+            f"the planner has its own data for the metadata, which is not stored; got {type(paths).__name__}, "
             "expected the paths of flattened keys; save it as an item of the state dict"
         )
     values = {key: node for part in parts.values() for key, node in part.values.items()}

@@ -141,7 +141,7 @@ def _value(planner: SavePlanner, item: WriteItem) -> Any:
     except Exception as error:
         raise TreeError(
             f"item {item.index.fqn!r}: {type(planner).__name__} makes bytes of it that torch.load does not read; "
-            "resolve_data must return a tensor, or what torch.save writes"
+            "resolve_data must return a tensor, or the bytes that torch.save writes"
         ) from error
 
 

@@ -82,7 +82,7 @@ def shared_items(plans: Sequence[DcpPlan]) -> list[Sequence[WriteItem]]:
         if not isinstance(plan.storage_data, WriteItems):
             raise SaveDisagreementError(
                 f"copies cannot be compared: the planner's global plan has no storage_data of this writer for rank "
-                f"{client}; create_global_plan must keep that of the local plans, or save with "
+                f"{client}; create_global_plan must keep the storage_data of the local plans, or save with "
                 "SaveOptions(check_replicas=False)"
             )
     holders = Counter(item.index for plan in plans for item in plan.storage_data)

@@ -101,7 +101,7 @@ def test_what_does_not_match_is_said_and_never_lost(tmp_path, caplog):
         status.assert_consumed()
     with pytest.raises(errors.RestoreMismatchError, match="it lacks 'bias'; expect_partial"):
         status.assert_existing_objects_matched()
-    with pytest.raises(errors.RestoreMismatchError, match=r"this save would lose data: .*moments/m") as caught:
+    with pytest.raises(errors.RestoreMismatchError, match=r"this save would drop restored data: .*moments/m") as caught:
         other.save(tmp_path / "other")
     assert (caught.value.missing, caught.value.unexpected) == (("bias",), ("moments/m",))
     status.expect_partial()

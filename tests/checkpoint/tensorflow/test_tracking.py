@@ -157,7 +157,7 @@ def test_a_save_needs_what_waits(tmp_path):
     path = saved(tmp_path, v=variable(WHOLE), w=variable(WHOLE))
     checkpoint = DTensorCheckpoint(MESH, v=variable())
     checkpoint.restore(path)
-    with pytest.raises(errors.RestoreMismatchError, match=r"would lose data.*no object has its 'w'"):
+    with pytest.raises(errors.RestoreMismatchError, match=r"would drop restored data.*no object has its 'w'"):
         checkpoint.save(tmp_path / "other")
     checkpoint.w = variable()
     checkpoint.save(tmp_path / "other")

@@ -117,7 +117,7 @@ def test_a_writer_of_an_earlier_attempt(server, folder):
         lambda: late.indexes(SAVE),
         lambda: late.text(1),
     ):
-        with pytest.raises(StorageError, match="token is not that of this attempt"):
+        with pytest.raises(StorageError, match="token belongs to another attempt"):
             call()
     assert folder.parts().voted == {}
 

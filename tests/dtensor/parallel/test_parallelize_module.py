@@ -108,7 +108,7 @@ def test_the_current_mesh_counts():
     with run_on(MESH):
         parallelize_module(module, parallelize_plan=ColwiseParallel())
     assert module.weight.device_mesh == MESH
-    with pytest.raises(MeshError, match="no mesh was given and none is active"):
+    with pytest.raises(MeshError, match="no mesh was given and no mesh is active"):
         parallelize_module(nn.Linear(4, 4), parallelize_plan=ColwiseParallel())
 
 
