@@ -52,7 +52,7 @@ from dtckpt.errors import ConfigError, CoordinationError, DtckptError, MeshError
 from dtckpt.format.digest import bytes_digest
 from dtckpt.storage.tensorstore_setup import tensorstore
 
-# Before any process is forked, and before anybody else imports it, so that its exit handlers are known.
+# Before any process is forked, and before other code imports it, so that its exit handlers are known.
 tensorstore()
 
 _Value = TypeVar("_Value")
@@ -115,7 +115,7 @@ class Collective:
                 f"{coordination.member.job!r} has clients 0 to {len(everyone) - 1}; the mesh must be made of those, "
                 "and only its members take part"
             )
-        # Groups of clients that share no member may save at the same time; each has barriers of its own.
+        # Groups of clients that share no member may save at the same time, each at separate barriers.
         is_everyone = self.participants == tuple(everyone)
         self._name_suffix = "" if is_everyone else f"#{bytes_digest(repr(self.participants).encode()):016x}"
         self._parent = _parent.get()
@@ -137,7 +137,7 @@ class Collective:
 
     @property
     def leader(self) -> int:
-        """The client that does what only one may do, such as the commit: the lowest participant."""
+        """The client that alone does steps such as the commit: the lowest participant."""
         return min(self.participants)
 
     @contextmanager
@@ -315,7 +315,7 @@ class Collective:
         return value, payloads
 
     def _barrier(self, name: str, vote: Vote, position: Position = NO_POSITION) -> Verdict:
-        """Wait once at the barrier of a round; the verdict's identity is that of the operation from then on."""
+        """Wait once at the barrier of a round; the operation takes the identity in the verdict."""
         full_name = f"{self._name}/{name}{self._name_suffix}"
         # First rounds are not counted: a client that waits for others meets several times before the identity is given.
         if self._operation.id:

@@ -169,7 +169,7 @@ class Shards:
             other axes of the same mesh.
         mesh: A process group of PyTorch, or a mesh with one axis, as ``mesh["ep"]``, of PyTorch or ours.
         dim: The dim that the parts divide.
-        size: The global size of this dim, where it does not divide evenly; the parts are then those of `torch.chunk`.
+        size: The global size of this dim, where it does not divide evenly; the parts are then cut as by `torch.chunk`.
             Default: all parts are of the same size.
 
     Raises:
@@ -264,7 +264,7 @@ def marks_in_state(owner: Any, state: Any, marks: Mapping[int, ShardMark]) -> di
 
     Args:
         owner: The module or optimizer; nothing in the state of any other object is marked.
-        state: What its ``state_dict()`` returned.
+        state: The result of its ``state_dict()``.
         marks: The `shard_marks`.
     """
     return {id(items[key]): mark for items, key, mark in _marked_items(owner, state, marks)}
@@ -275,7 +275,7 @@ def sharded_state(owner: Any, state: Any, marks: Mapping[int, ShardMark]) -> Any
     marked = list(_marked_items(owner, state, marks))
     if not marked:
         return state
-    # Copies of the containers, not of the tensors: the caller's may be what the object itself holds.
+    # Copies of the containers, not of the tensors: the caller's containers may belong to the object itself.
     if isinstance(owner, nn.Module):
         state = copy.copy(state)
         state |= {key: Shards.of(items[key], mark) for items, key, mark in marked}

@@ -83,5 +83,5 @@ def target_names() -> list[str]:
 
 
 def target_of(name: str) -> str:
-    """Return the format that a destination's name tells: that of a file's suffix, or else this library's."""
+    """Return the format that a destination's name tells: the format of its suffix, or else ``dtckpt``."""
     return next((each.kind for each in FILE_TARGETS.values() if name.endswith(each.suffixes)), DTCKPT)

@@ -25,7 +25,7 @@ class DifferenceKind(enum.StrEnum):
     VALUE = "value"
     SHAPE = "shape"
     DTYPE = "dtype"
-    """The tensor's dtype, or that of its elements on storage."""
+    """The tensor's dtype, or the dtype of its elements on storage."""
     LAYOUT = "layout"
     """Sharding specs, or the axes of the mesh."""
     PART = "part"
@@ -48,7 +48,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class StoredDtype:
-    """A tensor's dtype, and that of its elements on storage."""
+    """A tensor's dtype, and the dtype of its elements on storage."""
 
     dtype: str
     stored: str

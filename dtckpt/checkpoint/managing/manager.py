@@ -64,8 +64,8 @@ class CheckpointManager:
         save_when: Save when this function of the step returns true; client 0 decides.
         save_interval: ``"continuous"``: save when the save before, and the removals after it, have ended; client 0
             decides.
-        every: ``"auto"`` or an `AutoInterval`: save as often as loses the least time, from what the saves cost and how
-            often the runs of this root failed; client 0 decides. See `dtckpt.optimal_interval`.
+        every: ``"auto"`` or an `AutoInterval`: save at the interval that loses the least time, by the cost of the saves
+            and the failures of the runs of this root; client 0 decides. See `dtckpt.optimal_interval`.
         is_async: Whether saves go on in the background.
         skip_when_busy: Whether to skip a step while a save is still in flight; otherwise the step waits for that save.
         on_failure: ``"raise"``, or ``"warn"``: log a save that fails with a `StorageError`, and go on; any other error
@@ -155,7 +155,7 @@ class CheckpointManager:
                 raise
             logger.error("while another error was on its way: %s", failure)
 
-    # --- what there is ------------------------------------------------------------------------------------------
+    # --- the steps ----------------------------------------------------------------------------------------------
 
     @property
     def root(self) -> Location:
@@ -216,7 +216,7 @@ class CheckpointManager:
         Collective: All clients watch; then `should_save` is collective.
 
         Raises:
-            ValueError: This is not the main thread; only that one can handle signals.
+            ValueError: This is not the main thread; only the main thread can handle signals.
         """
         return self._schedule.watch.watch(*signals)
 
@@ -392,7 +392,7 @@ class CheckpointManager:
         """Wait for the save in flight and for the removal of old checkpoints.
 
         Raises:
-            DtckptError: The error of the save, if nobody has looked at it.
+            DtckptError: The error of the save, if the caller has not seen it yet.
         """
         self._wait(for_copies=True)
 
@@ -456,7 +456,7 @@ class CheckpointManager:
             partial: Whether the target may ask for less than the checkpoint holds: some items of many.
 
         Raises:
-            CheckpointNotFoundError: There is no checkpoint, or none that is valid.
+            CheckpointNotFoundError: There is no valid checkpoint.
             DtckptError: As for `dtckpt.restore`: any error but damage, and damage too if the step was named.
         """
         options = options or RestoreOptions()
@@ -505,7 +505,7 @@ class CheckpointManager:
         return RestoredStep(chosen.step, tree, skipped, local)
 
     def _candidates(self, *, is_named: bool) -> list[Candidate]:
-        """Return the steps that can be restored, the newest first. If the root cannot be listed, those of the tier."""
+        """Return the steps that can be restored, newest first; only the tier's steps if the root cannot be listed."""
         held = self._tier.restorable(is_named=is_named) if self._tier is not None else ()
         saved: Saved = {}
         try:
@@ -532,7 +532,7 @@ class CheckpointManager:
     def export(self, path: str | Location, step: int | None = None, *, options: ExportOptions | None = None) -> int:
         """Write a step as safetensors files, by all clients: each writes its share of the files.
 
-        The files appear together, when all are durable and proved, as those of `dtckpt.convert`. The export waits for
+        As in `dtckpt.convert`, the files appear together, when all are durable and proved. The export waits for
         the save in flight.
 
         Collective: Over all clients; barriers ``export/chosen``, ``export/planned``, ``export/written`` and

@@ -134,6 +134,6 @@ class Retention:
         if self.newer_than_s is not None:
             kept.update(step for step in known if now - times[step] < self.newer_than_s)
         if self.every_s is not None:
-            # The newest first, so that the first of each period is what stays in the table.
+            # The newest first, so that the table keeps the first step of each period.
             kept.update({times[step] // self.every_s: step for step in reversed(known)}.values())
         return kept

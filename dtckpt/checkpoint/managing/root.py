@@ -59,7 +59,7 @@ class Right(Protocol):
         ...
 
     def holder(self) -> str:
-        """Return the process that has the right, as far as storage tells; empty if none has."""
+        """Return the process that has the right, as far as storage tells; empty if no process has it."""
         ...
 
 

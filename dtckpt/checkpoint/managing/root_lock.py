@@ -98,7 +98,7 @@ class RootLock:
         )
 
     def holder(self) -> str:
-        """Return the process that has the right; empty if none has."""
+        """Return the process that has the right; empty if no process has it."""
         if (os.getpid(), self._root) in _held:
             return "this process"  # not looked at: to close the file would give the process's lock up
         try:

@@ -31,7 +31,7 @@ _OWN = frozenset({"_mesh", "_root", "_objects", "_counter", "_latest", "_awaited
 class DTensorCheckpoint(Node):
     """Objects on one mesh that are saved and restored together.
 
-    Each attribute is an object. A save stores the attributes as they are then, with what is in them: dicts, lists,
+    Each attribute is an object. A save stores the attributes as they are then, with their contents: dicts, lists,
     modules, and further `DTensorCheckpoint`. An object that is assigned after a restore gets its value at once,
     if the checkpoint holds something of that name that no object has taken.
 
