@@ -106,7 +106,7 @@ class ComponentError(LayoutError):
 class ParallelPlanError(LayoutError, AssertionError):
     """The layouts of a style of tensor parallelism do not fit each other, or do not fit the module's arguments.
 
-    PyTorch raises ValueErrors for some of these, AssertionErrors for others.
+    PyTorch raises ValueError for some of these cases, AssertionError for others.
     """
 
 

@@ -95,7 +95,7 @@ class Checkpoint:
         """The manifest of a checkpoint of this library's format.
 
         Raises:
-            CheckpointError: It is of another format.
+            CheckpointError: The checkpoint is of another format.
         """
         if not isinstance(self.files, ManifestFiles):
             raise CheckpointError(f"{self.path} is of format {self.format}, and has no manifest of dtckpt")
@@ -108,7 +108,7 @@ class Checkpoint:
 
     @property
     def refused(self) -> Mapping[str, DtckptError]:
-        """By path, why something in another library's checkpoint cannot be read. It is not in `structure`."""
+        """By path, why something in another library's checkpoint, which `structure` lacks, cannot be read."""
         return self.files.refused
 
     @property
@@ -258,14 +258,14 @@ class Checkpoint:
             yield name, request
 
     def cause_of(self, error: CheckpointError) -> CheckpointError:
-        """Return the error, or another one if a save has replaced the checkpoint since it was opened."""
+        """Return the error, or another error if a save has replaced the checkpoint since it was opened."""
         try:
             with open_checkpoint(self.path) as now:
                 is_same = now.identity == self.identity
         except CheckpointNotFoundError:
             is_same = False
         except CheckpointError:
-            # It cannot be told, and the first error says more than this one.
+            # Whether it was replaced cannot be told, and the first error says more than this error.
             is_same = True
         if is_same:
             return error

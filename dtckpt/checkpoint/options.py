@@ -95,8 +95,8 @@ class RestoreOptions:
     """Options of a restore.
 
     Args:
-        cast: The dtype conversions that are allowed: none (``exact``), those that keep every value (``lossless``), or
-            ``any``.
+        cast: The dtype conversions that are allowed: none (``exact``), only conversions that keep every value
+            (``lossless``), or ``any``.
         allow_missing: Leave tensors and values of the target as they are if the checkpoint has none for them.
         allow_unexpected: Pass over tensors and values of the checkpoint that the target does not ask for.
         strict: ``names`` refuses items that find their owner by anything but a name: the state of an optimizer by

@@ -99,7 +99,7 @@ def named_state(optimizer: Optimizer, names: ParameterNames) -> Any:
 
 
 def parameters_of(target: Any) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer, in its order; none of any other object."""
+    """Return the parameters of an optimizer, in its order; empty for any other object."""
     if not isinstance(target, Optimizer):
         return []
     return [parameter for group in target.param_groups for parameter in group["params"]]

@@ -16,7 +16,7 @@ ResizeRule = Literal["error", "keep", "modulo"] | Callable[[ClientValues, int, i
 
 
 class ClientNumber(NamedTuple):
-    """The place of a client among those that save or restore together.
+    """The place of a client among the clients that save or restore together.
 
     Args:
         number: From 0 on; in a job as a whole the client's id.

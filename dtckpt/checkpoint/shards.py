@@ -159,10 +159,10 @@ class Shards:
     """A plain local tensor of a state tree that is this client's part of a global tensor.
 
     The clients of the mesh or group hold the parts, in its order. `dtckpt.save` writes the global tensor. Restored
-    into, the tensor gets its part of the stored one, however many parts that was saved in. A restore without a target
+    into, the tensor gets its part of the stored tensor, whatever the number of saved parts. A restore without a target
     gives the global tensor, or DTensors.
 
-    Nothing is sent to make one. The clients compare the shapes in the first round of the save.
+    Making a `Shards` sends nothing. The clients compare the shapes in the first round of the save.
 
     Args:
         tensor: This client's part: a plain tensor, or a DTensor of either library if the part itself is sharded, over

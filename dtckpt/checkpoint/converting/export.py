@@ -76,7 +76,7 @@ class Export:
 
     @property
     def stored(self) -> tuple[ExportedTensor, ...]:
-        """The tensors without those that are tied to another one."""
+        """The tensors that are not tied to another tensor."""
         return tuple(tensor for tensor in self.tensors if tensor.name not in self.tied)
 
     @property
@@ -178,7 +178,7 @@ def _dtype(info: TensorInfo, dtype: str | None) -> str:
 
 
 def _tied(tensors: Iterable[ExportedTensor], told: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
-    """Return the tied tensors: those that the files tell, and those that the caller names."""
+    """Return the tied tensors that the files tell or the caller names."""
     by_name = {tensor.name: tensor for tensor in tensors}
     tied: dict[str, str] = {}
     for name, kept in told.items():

@@ -24,11 +24,11 @@ class ConvertedTensor:
 
     Args:
         name: Its name in the source.
-        new_name: Its name in the target, as dtckpt has it; see docs/convert.md for those in other libraries' files.
+        new_name: Its name in the target, as dtckpt has it; see docs/convert.md for the names in other libraries' files.
         shape: Global shape.
         dtype: Its dtype in the source.
         new_dtype: Its dtype in the target.
-        nbytes: Bytes of its elements in the target; 0 if it is tied to another one.
+        nbytes: Bytes of its elements in the target; 0 if it is tied to another tensor.
         tied_to: The new name of the tensor whose elements it shares in the target.
         content_digest: Digest of its elements in the target, as in `dtckpt.TensorInfo`, which the conversion compared
             with the source's digest; None in a dry run.

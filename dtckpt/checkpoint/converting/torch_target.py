@@ -59,7 +59,7 @@ def plan_file(export: Export, name: str) -> list[FilePlan]:
 
 
 def plan_folder(export: Export, max_file_nbytes: int) -> list[FilePlan]:
-    """Plan a distributed checkpoint; the file that makes it one is the last.
+    """Plan a distributed checkpoint; the last file makes the others a checkpoint.
 
     Arrays of numpy become parts of pickles, as PyTorch saves them. Tied tensors are stored each by itself.
 

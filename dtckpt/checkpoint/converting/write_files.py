@@ -60,7 +60,7 @@ class FileBudget:
         """Divide ``max_memory`` bytes.
 
         Raises:
-            ConfigError: They are too few for the largest stored chunk.
+            ConfigError: ``max_memory`` is too small for the largest stored chunk.
         """
         # The reader starts one chunk beyond its bound before it waits for the first.
         largest = max((info.max_chunk_nbytes for info in checkpoint.tensors.values()), default=0)

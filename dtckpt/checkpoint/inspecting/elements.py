@@ -46,7 +46,7 @@ class ElementDifferences:
     Args:
         count: How many elements were compared.
         num_different: How many differ.
-        num_nan: Of how many elements that differ one or both are NaN. These have no error.
+        num_nan: Number of elements that differ and are NaN in one tensor or both. NaNs have no error.
         max_abs: The largest ``|a - b|``; None if no elements differ but such with a NaN.
         max_rel: The largest ``|a - b| / max(|a|, |b|)``, which is at most 2 for finite numbers.
     """

@@ -100,7 +100,7 @@ def right_to_remove(found: Survey, *, take_over: bool) -> Iterator[None]:
 
 
 def remove_step(found: Survey, step: int) -> bool:
-    """Remove the checkpoint of a step; return whether it is gone. It stays if a process on this host restores it."""
+    """Remove the checkpoint of a step; return whether it is gone. A step that a process on this host restores stays."""
     place = found.folders.place(step)
     try:
         place.remove()

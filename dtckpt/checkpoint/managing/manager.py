@@ -54,7 +54,7 @@ class CheckpointManager:
     Anything else in ``root`` is ignored. One process at a time manages a root; others may read.
 
     A step that is saved again replaces its old checkpoint, atomically. A run that restores an older step, or saves a
-    smaller one, goes back: with its next save the newer steps become `abandoned_steps`.
+    smaller step, goes back: with its next save the newer steps become `abandoned_steps`.
 
     Args:
         root: Directory of the checkpoints, made by the first save; or a URL.
@@ -74,7 +74,7 @@ class CheckpointManager:
         options: How checkpoints are written; ``overwrite`` is always on.
         local: Frequent checkpoints in the memory of the hosts, with copies on other hosts; see `dtckpt.LocalTier`. The
             rules above then say which of them are also written to ``root``, from that memory. While such a write is
-            under way, no other begins: a step that is due then has its place taken by the next one that can be.
+            under way, no other begins: a step that is due then gives its place to the next step that can be written.
         clock: Returns monotonic seconds, for ``save_interval_s``.
 
     >>> import tempfile, torch, dtckpt
@@ -406,7 +406,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait as `wait` does, and let other processes manage the root. Idempotent.
 
-        A process that was forked from the one that saves neither waits nor gives up the root, which its parent has.
+        A process that was forked from the process that saves neither waits nor gives up the root, which its parent has.
         """
         self._close(has_failed=False)
 
@@ -547,7 +547,7 @@ class CheckpointManager:
             The step.
 
         Raises:
-            CheckpointNotFoundError: There is no checkpoint of the step, or none at all.
+            CheckpointNotFoundError: There is no checkpoint of the step, or no checkpoint at all.
             DtckptError: As for `dtckpt.convert`; or the error of the save in flight. The same on all clients.
         """
         self.wait()
@@ -580,7 +580,7 @@ class CheckpointManager:
 
     @contextmanager
     def _tolerated(self) -> Iterator[None]:
-        """Log a warning if something cannot be removed, and go on: the save is good, and the next one tries again."""
+        """Log a warning if something cannot be removed, and go on: the save is good, and the next save tries again."""
         try:
             yield
         except (DtckptError, OSError) as error:

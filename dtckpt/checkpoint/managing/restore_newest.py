@@ -1,7 +1,7 @@
 """Restore the newest step that all clients can read.
 
 Client 0 proposes the newest step that was not tried yet (barrier ``manager/chosen``), and all clients restore it
-(barrier ``manager/restored``). If any client finds the step damaged, all pass it over, and the next older one is tried.
+(barrier ``manager/restored``). If any client finds the step damaged, all pass it over, and try the next older step.
 """
 
 from __future__ import annotations

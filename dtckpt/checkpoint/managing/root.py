@@ -172,7 +172,7 @@ class ObjectRoot:
         return None if attempt is None else int(attempt.partition("-")[0]) / 1e9
 
     def leftovers(self, *, min_age_s: float, now: float) -> list[Leftover]:
-        """As `Root.leftovers`: attempts that `AttemptRegister.collect` would remove, and those without a decision."""
+        """As `Root.leftovers`: attempts without a decision or that `AttemptRegister.collect` would remove."""
         found = []
         for name in sorted(self.names()):
             where = self.where / name
@@ -205,7 +205,7 @@ class ObjectRoot:
 
 
 def _process_of(data: bytes) -> str:
-    """Read the process that made an entry or a claim. Raises: ValueError: It is damaged."""
+    """Read the process that made an entry or a claim. Raises: ValueError: The data is damaged."""
     holder = json_facts.parse_object(data)
     return f"process {json_facts.whole(holder.get('process'))} on {printable(json_facts.text(holder.get('host')))}"
 

@@ -57,7 +57,7 @@ class RunRecord:
         """Read the file.
 
         Raises:
-            ValueError: It is damaged.
+            ValueError: The file is damaged.
         """
         facts = json_facts.parse_object(data)
         began_s, seen_s = (json_facts.amount(facts.get(name)) for name in ("began_s", "seen_s"))
@@ -69,7 +69,7 @@ class RunRecord:
 
 
 class RunHistory:
-    """The runs of a root, and the record of this one. For one process at a time: the one with the right to the root.
+    """The runs of a root, and the record of this one. Only for the process with the right to the root.
 
     Args:
         folder: The root's folder for them.

@@ -8,8 +8,8 @@ flight and signals differ from client to client; decisions that depend on them a
     client 1   (its answer is ignored), signal?  --> manager/decide --+-->  the same
     client 2   (its answer is ignored), signal?  --+                  +-->  the same
 
-Invariant: whether a decision is collective is the same on all clients. It depends only on the rules and on
-`Schedule.watch`, which all clients enter; never on the clock or on a signal.
+Invariant: whether a decision is collective is the same on all clients. The rules and `Schedule.watch`, which all
+clients enter, determine this; the clock and signals never do.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A step that is due is copied into the tier. If it is due in the root, too, it is written there from the tier, in the
 background: training never waits for storage. While such a write is under way no other begins, and a step that is due
-then is owed: the first step that is saved after the write is written to the root in its place, at the latest the last
-one when the manager is closed. A write that fails is owed, too.
+then is owed: the root gets the next step that is saved after the write in its place, at the latest the last step, when
+the manager is closed. A step whose write fails is owed, too.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TierSaves:
         return RootFacts(bool(saved), read_identity(self._root_folder, str(self._folders.root)), newest)
 
     def name_root(self) -> None:
-        """Give the root its identity, or learn the one that it has. On client 0, with the right to change the root."""
+        """Give the root an identity, or learn its identity. On client 0, with the right to change the root."""
         if not self._is_named:
             session = self.session
             session.root = claim_identity(self._root_folder, str(self._folders.root), session.root)
