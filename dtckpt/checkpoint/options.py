@@ -39,8 +39,8 @@ class SaveOptions:
         overwrite: Replace a checkpoint at the path; the old one stays until the new one is durable.
         check_replicas: Compare all copies of a value, on one client and across clients, before the commit; copies that
             differ are refused. Buffers of modules under DDP or FSDP2, and the running statistics of BatchNorm and
-            InstanceNorm in any module, may differ: the lowest client's is saved, and one line of the log names them.
-            By glob on names, as ``{"*/running_*": False, "*/mask": True}``, another rule: False saves the lowest
+            InstanceNorm in any module, may differ. The lowest client's copy is saved, and one line of the log names
+            them. By glob on names, as ``{"*/running_*": False, "*/mask": True}``, another rule: False saves the lowest
             client's copy and compares nothing, True refuses copies that differ. The first match wins. ``False`` alone
             compares nothing at all.
         content_digest: Store a digest of every tensor's elements, independent of its layout; see
@@ -106,8 +106,8 @@ class RestoreOptions:
             `dtckpt.checkpoint.restoring.rename_rules.Rename`.
         report: Called with the `RestoreReport`, when all is restored, or when the restore is refused because something
             is missing, unexpected, reshaped or cast.
-        read_once: Whether one client reads each byte from storage, and sends it to the others that need it (large
-            tensors on meshes whose clients have a process group); default: unless the storage is this machine's.
+        read_once: Whether one client reads each byte from storage, and sends it to the clients that need it. Applies to
+            large tensors on meshes whose clients have a process group. Default: unless the storage is this machine's.
         progress: As in `SaveOptions`.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
     """

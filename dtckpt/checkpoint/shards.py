@@ -1,13 +1,13 @@
 """`Shards`: plain local tensors that are parts of one global tensor, as the stacked experts of an expert-parallel job.
 
 PyTorch's and our DTensors know their layout. A plain tensor counts as a copy that all clients have, unless the tree
-holds it in a `Shards`, or `Shards.mark` has marked the parameter of a module: then a save writes one global tensor, and
+holds it in a `Shards`, or `Shards.mark` has marked the parameter of a module. Then a save writes one global tensor, and
 a restore gives each client its part, on any number of clients::
 
     4 experts of (in, out) on 2 clients     client 0: w (2, in, out)     client 1: w (2, in, out)
     in the checkpoint                       w (4, in, out), rows 0..2 of client 0, rows 2..4 of client 1
 
-The parts may be sharded themselves, as FSDP2 shards each client's experts over those that have the same ones.
+The parts may be sharded themselves, as FSDP2 shards each client's experts over the clients with the same experts.
 """
 
 from __future__ import annotations

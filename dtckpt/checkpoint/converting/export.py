@@ -147,7 +147,7 @@ def plan_export(
 
 
 def _following(old_names: Iterable[str], names: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, str]:
-    """Return, by old name, the final names of the tensors that a second rename moves."""
+    """Return, by old name, the names that tensors get in a further rename."""
     return {old: moved[new] for old in old_names if (new := names.get(old, old)) in moved}
 
 

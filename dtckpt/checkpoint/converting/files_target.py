@@ -1,8 +1,7 @@
 """`FilesConversion`: write files of another library from any checkpoint, and read them back by the format's reader.
 
-The content of every slot is compared when it is written. The last part of the proof is the reader of the format
-(`validate_files`): it must find each tensor at its slots, of the same shape and dtype, and the same values at the same
-paths.
+The content of every slot is compared when it is written. At last the reader of the format (`validate_files`) must find
+each tensor at its slots, with the same shape and dtype, and the same values at the same paths.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class CheckpointManager:
         save_interval: ``"continuous"``: save when the save before, and the removals after it, have ended; client 0
             decides.
         every: ``"auto"`` or an `AutoInterval`: save at the interval that loses the least time, by the cost of the saves
-            and the failures of the runs of this root; client 0 decides. See `dtckpt.optimal_interval`.
+            and the failures of this root's runs. Client 0 decides. See `dtckpt.optimal_interval`.
         is_async: Whether saves go on in the background.
         skip_when_busy: Whether to skip a step while a save is still in flight; otherwise the step waits for that save.
         on_failure: ``"raise"``, or ``"warn"``: log a save that fails with a `StorageError`, and go on; any other error

@@ -214,8 +214,8 @@ class NewestManager:
     """The right to an object store's root: the newest manager has it, and older ones are refused.
 
     So a job that is started again does not wait for a former process that may be dead. Each manager writes its entry
-    before it lists all: of two that begin at the same time, the one with the smaller name is refused, at once or at its
-    next save.
+    before it lists all entries. Of two managers that begin at the same time, the manager with the smaller name is
+    refused, at once or at its next save.
 
     Args:
         where: The root, for messages.

@@ -1,7 +1,7 @@
 """Decide when a manager saves: at which steps, with the same decision on all clients.
 
 A decision that depends on the step alone is made by each client by itself. Clocks, functions of the user, a save in
-flight and signals differ from client to client; decisions that depend on them are made at the barrier
+flight and signals differ from client to client. Decisions that depend on them are made at the barrier
 ``manager/decide``: client 0's answer counts for all, and a signal to any client is told to all.
 
     client 0   answer of the rules, signal?  --+                      +-->  decision, and reached_preemption

@@ -2,7 +2,7 @@
 
 A step that is due is copied into the tier. If it is due in the root, too, it is written there from the tier, in the
 background: training never waits for storage. While such a write is under way no other begins, and a step that is due
-then is owed: the root gets the next step that is saved after the write in its place, at the latest the last step, when
+then is owed. In its place, the root gets the next step that is saved after the write, at the latest the last step, when
 the manager is closed. A step whose write fails is owed, too.
 """
 

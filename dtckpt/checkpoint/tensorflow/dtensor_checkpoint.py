@@ -38,8 +38,8 @@ class DTensorCheckpoint(Node):
     Collective: To assign such an object, over the mesh's clients, as `restore`. All else about attributes is local.
 
     If objects and checkpoint do not match, the restore says so in its status and in the log. The next save would lose
-    the parts that were passed over; it fails until the caller has accepted the mismatch, by ``expect_partial()`` or an
-    assertion that passes, or the parts have found their objects.
+    the parts that were passed over. So it fails until the parts have found their objects, or the caller has accepted
+    the mismatch, by ``expect_partial()`` or an assertion that passes.
 
     Args:
         mesh: The mesh that all DTensors are on; its clients take part.

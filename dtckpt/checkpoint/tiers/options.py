@@ -24,9 +24,9 @@ class LocalTier:
         copies: How many hosts hold each part of a step, the host that saved it among them.
         keep: How many steps the tier keeps. While copies of the newest steps are missing, it also keeps the newest
             step that has all of its copies.
-        near_copies: Whether a host keeps a copy of each value that its clients have and clients of other hosts save, as
-            the weights of norms, and most values under HSDP and DDP. Hosts that come back then read nothing from each
-            other. A save copies these values, too, and the tier has to have memory for them.
+        near_copies: Whether a host keeps a copy of each value that its clients have and clients of other hosts save.
+            Examples are the weights of norms, and most values under HSDP and DDP. Hosts that come back then read
+            nothing from each other. A save copies these values, too, and the tier has to have memory for them.
         max_nbytes: Bound on the bytes below ``path`` that the clients of one host take together, copies for other hosts
             included. A save that would exceed it is skipped. Default: no bound but the space that there is.
         max_rate: Bound on the bytes per second that a client sends to other hosts. Default: none.
