@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from dtckpt.layout.placement import Partial, Placement, Replicate, Shard
     from dtckpt.layout.region import Region
 
-# What type checkers see above, again for `__getattr__`: names by module.
+# The imports above, which only type checkers see, again for `__getattr__`: names by module.
 _MODULES = {
     "checkpoint.saving.save_async": ("SaveHandle", "save_async"),
     "checkpoint.converting.convert": ("convert",),

@@ -1,7 +1,7 @@
 """Errors: every class that dtckpt raises, in one tree, their transfer between clients, and the text of messages.
 
-The classes are grouped by what the caller can do about them. Each is also a subclass of the fitting builtin, so that
-``except ValueError`` or ``except TimeoutError`` works without this module. A message has the form "what failed, on
+The classes are grouped by the reaction that they ask of the caller. Each is also a subclass of the fitting builtin, so
+that ``except ValueError`` or ``except TimeoutError`` works without this module. A message has the form "what failed, on
 what; got X, expected Y; what to do". Facts for programs are attributes.
 
 An error travels from one client to the others as ``(code, message)``; see `to_wire` and `from_wire`. The code is the
@@ -34,7 +34,7 @@ class DtckptError(Exception):
             setattr(self, name, value)
 
     def __str__(self) -> str:
-        # KeyError and OSError have formats of their own, which garble a message that is the only argument.
+        # KeyError and OSError have special formats, which garble a message that is the only argument.
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -104,9 +104,9 @@ class ComponentError(LayoutError):
 
 
 class ParallelPlanError(LayoutError, AssertionError):
-    """The layouts of a style of tensor parallelism do not fit each other, or what the module is called with.
+    """The layouts of a style of tensor parallelism do not fit each other, or do not fit the module's arguments.
 
-    PyTorch raises ValueErrors for some of these, AssertionErrors for others.
+    PyTorch raises ValueError for some of these cases, AssertionError for others.
     """
 
 

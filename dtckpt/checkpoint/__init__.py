@@ -1,1 +1,1 @@
-"""Save and restore whole checkpoints, manage those of a training run, and reshard them."""
+"""Save and restore whole checkpoints, manage the checkpoints of a training run, and reshard them."""

@@ -52,7 +52,7 @@ from dtckpt.errors import ConfigError, CoordinationError, DtckptError, MeshError
 from dtckpt.format.digest import bytes_digest
 from dtckpt.storage.tensorstore_setup import tensorstore
 
-# Before any process is forked, and before anybody else imports it, so that its exit handlers are known.
+# Before any process is forked, and before other code imports it, so that its exit handlers are known.
 tensorstore()
 
 _Value = TypeVar("_Value")
@@ -115,7 +115,7 @@ class Collective:
                 f"{coordination.member.job!r} has clients 0 to {len(everyone) - 1}; the mesh must be made of those, "
                 "and only its members take part"
             )
-        # Groups of clients that share no member may save at the same time; each has barriers of its own.
+        # Groups of clients that share no member may save at the same time, each at separate barriers.
         is_everyone = self.participants == tuple(everyone)
         self._name_suffix = "" if is_everyone else f"#{bytes_digest(repr(self.participants).encode()):016x}"
         self._parent = _parent.get()
@@ -137,7 +137,7 @@ class Collective:
 
     @property
     def leader(self) -> int:
-        """The client that does what only one may do, such as the commit: the lowest participant."""
+        """The client that alone does steps such as the commit: the lowest participant."""
         return min(self.participants)
 
     @contextmanager
@@ -315,7 +315,7 @@ class Collective:
         return value, payloads
 
     def _barrier(self, name: str, vote: Vote, position: Position = NO_POSITION) -> Verdict:
-        """Wait once at the barrier of a round; the verdict's identity is that of the operation from then on."""
+        """Wait once at the barrier of a round; the operation takes the identity in the verdict."""
         full_name = f"{self._name}/{name}{self._name_suffix}"
         # First rounds are not counted: a client that waits for others meets several times before the identity is given.
         if self._operation.id:
@@ -351,8 +351,8 @@ def meet_at_same_operation(
 ) -> Mapping[int, bytes]:
     """Meet until all clients are at the same operation; return the payloads, without the ordinals in front of them.
 
-    A client that is ahead of others that were cut off meets again and again: each of its meetings fails one of the
-    operations that the others are behind by, until they have caught up. Every other difference is an error for all.
+    A client may be ahead of clients that were cut off. It meets again and again: each of its meetings fails one
+    operation that they are behind by, until they have caught up. Every other difference is an error for all.
 
     Args:
         meet: Meets once; each client's payload begins with its `Ordinal`.

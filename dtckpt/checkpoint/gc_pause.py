@@ -20,7 +20,7 @@ def gc_paused() -> Iterator[None]:
     A save or restore of thousands of tensors makes many objects at once and keeps them. Meanwhile the collector would
     go through all objects of the process again and again, find nothing, and take as long as the work itself. Use it
     for short work only: the garbage of other threads waits, too. Contexts may be nested, and entered by several
-    threads; the collector runs again when the last one ends.
+    threads; the collector runs again when the last context ends.
     """
     global _depth, _was_enabled  # noqa: PLW0603  (the collector is global, too)
     with _lock:

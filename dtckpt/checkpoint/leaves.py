@@ -85,7 +85,7 @@ class Leaf:
 @lru_cache(maxsize=4096)
 def _distinct(regions: tuple[Region, ...]) -> tuple[tuple[Region, tuple[int, ...]], ...]:
     """Return the distinct non-empty regions, each with its positions in the tuple."""
-    # Devices that hold the same region hold replicas of it: one is written, and the others are compared with it.
+    # Devices that hold the same region hold replicas of it. One replica is written; the others are compared with it.
     numbers: dict[Region, list[int]] = {}
     for number, region in enumerate(regions):
         if not region.is_empty:
@@ -203,7 +203,7 @@ def validate_mode() -> None:
 
 
 def _is_dense(memory: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in dense memory. It runs for every tensor, so it must be quick."""
+    """Whether a tensor's elements lie in dense memory. As every tensor is asked, the answer must be quick."""
     if (
         not _is_plain_class(type(memory))
         or memory.layout is not torch.strided
@@ -221,7 +221,7 @@ def _is_dense(memory: torch.Tensor) -> bool:
 
 @cache
 def _is_plain_class(kind: type[torch.Tensor]) -> bool:
-    """Whether tensors of a class have their elements in memory: its operators are those of `torch.Tensor`."""
+    """Whether tensors of a class have their elements in memory: the class keeps the operators of `torch.Tensor`."""
     has_shape = not issubclass(kind, UninitializedParameter | UninitializedBuffer)
     return has_shape and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
@@ -300,7 +300,7 @@ def is_elsewhere(memory: torch.Tensor) -> bool:
 
 
 def with_arrays(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, Any]:
-    """Return tensors by name, with arrays of numpy, in the same memory, in place of those of the given names."""
+    """Return tensors by name; the given names get arrays of numpy in the same memory."""
     return {**tensors, **{name: host_array(tensors[name]) for name in names}}
 
 

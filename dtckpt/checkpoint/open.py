@@ -82,7 +82,7 @@ class Checkpoint:
 
     @property
     def format(self) -> str:
-        """The format of the files: ``dtckpt``, or that of another library, as ``safetensors``."""
+        """The format of the files: ``dtckpt``, or another library's format, as ``safetensors``."""
         return self.files.kind
 
     @property
@@ -95,7 +95,7 @@ class Checkpoint:
         """The manifest of a checkpoint of this library's format.
 
         Raises:
-            CheckpointError: It is of another format.
+            CheckpointError: The checkpoint is of another format.
         """
         if not isinstance(self.files, ManifestFiles):
             raise CheckpointError(f"{self.path} is of format {self.format}, and has no manifest of dtckpt")
@@ -108,19 +108,19 @@ class Checkpoint:
 
     @property
     def refused(self) -> Mapping[str, DtckptError]:
-        """By path, why something in another library's checkpoint cannot be read. It is not in `structure`."""
+        """By path, why something in another library's checkpoint, which `structure` lacks, cannot be read."""
         return self.files.refused
 
     @property
     def unread(self) -> Sequence[str]:
-        """Names of what lies in another library's directory and is not read: files, and notes in files.
+        """Names of the files, and of the notes in files, that are not read in another library's directory.
 
         Where directories cannot be listed, as in object stores, files that this library does not know are not found.
         """
         return self.files.unread
 
     def validate_readable(self, path: str = "") -> None:
-        """Check that what is at a path, above it or below it can be read; by default everything.
+        """Check that everything at a path, above it and below it can be read; by default the whole checkpoint.
 
         Raises:
             TreeError: Something is of a class that only code could make; or another error, if it is damaged.
@@ -258,14 +258,14 @@ class Checkpoint:
             yield name, request
 
     def cause_of(self, error: CheckpointError) -> CheckpointError:
-        """Return the error, or another one if a save has replaced the checkpoint since it was opened."""
+        """Return the error, or another error if a save has replaced the checkpoint since it was opened."""
         try:
             with open_checkpoint(self.path) as now:
                 is_same = now.identity == self.identity
         except CheckpointNotFoundError:
             is_same = False
         except CheckpointError:
-            # It cannot be told, and the first error says more than this one.
+            # Whether it was replaced cannot be told, and the first error says more than this error.
             is_same = True
         if is_same:
             return error
@@ -274,8 +274,8 @@ class Checkpoint:
     def verify(self, *, threads: int | None = None, progress: Progress | None = None) -> VerifyReport:
         """Read everything and compare all digests: of chunks, of their blocks, and of the tensors' content.
 
-        Other libraries' files have no digests. Of these, the report says whether all tensors can be read, and whether
-        those are what they were whose content digest is noted, as in files that `dtckpt.convert` wrote.
+        Other libraries' files have no digests. For these files, the report says whether all tensors can be read.
+        Where files note content digests, as `dtckpt.convert` does, it also says whether these tensors have changed.
 
         Args:
             threads: Chunks that are read and digested at one time; default: one per core, at most 8. Fewer, where
@@ -294,15 +294,15 @@ class Checkpoint:
 def open_checkpoint(path: str | Location) -> Checkpoint:
     """Open a checkpoint: a committed one of this library, or one of another library.
 
-    Of other libraries' formats, those in `dtckpt.checkpoint.foreign.formats.FORMATS` are read as they are; the
-    path is that of a file or directory. Nobody may change their files meanwhile.
+    The formats of other libraries in `dtckpt.checkpoint.foreign.formats.FORMATS` are read without a conversion. Their
+    path leads to a file or directory. No program may change their files meanwhile.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint at the path, or none of a format that is known.
+        CheckpointNotFoundError: There is no checkpoint of a known format at the path.
         CheckpointIncompleteError: There is data, but the save did not complete.
         CheckpointVersionError: A newer version of dtckpt wrote the checkpoint, or it has a dtype that is not known.
         CheckpointCorruptError: Its manifest or index is damaged.
-        StoragePermissionError: It may not be read.
+        StoragePermissionError: The checkpoint may not be read.
     """
     place = commit_target_of(location_of(path))
     # Storage without directories tells at once whether a file of such a name is there, and our own after some look-ups.

@@ -28,19 +28,19 @@ class SaveOptions:
         save_as_bf16: Store float32 tensors as bfloat16, rounded to nearest even; they are restored as float32.
         stored_dtypes: The same for some tensors: ``bfloat16`` or, unchanged, ``float32``, by glob on their names. The
             first match wins, also over ``save_as_bf16``; tensors without a match are stored unchanged.
-        codec: Compression of chunks: ``none``, ``zstd`` or ``blosc``; default: none, and in `dtckpt.reshard` that of
-            the source.
+        codec: Compression of chunks: ``none``, ``zstd`` or ``blosc``; default: none, and in `dtckpt.reshard` as
+            in the source.
         raw_bits: Describe bfloat16 and the float8 types in ``zarr.json`` as unsigned integers of the same bits, so that
-            Zarr readers that lack these data types open the group. What is stored, and what dtckpt restores, does not
+            Zarr readers that lack these data types open the group. The stored bits and the restored tensors do not
             change; default: no, and in `dtckpt.reshard` as in the source.
         chunk_nbytes: Bound on the bytes of one chunk, where shards can be cut evenly.
-        keys: Whether clients may pass different names: ``union`` saves what any client passes, ``same`` refuses a name
-            that not all clients pass (below a `dtckpt.PerClient` each client has its own).
+        keys: Whether clients may pass different names: ``union`` saves the names of all clients, ``same`` refuses a
+            name that not all clients pass (below a `dtckpt.PerClient` each client has its own).
         overwrite: Replace a checkpoint at the path; the old one stays until the new one is durable.
         check_replicas: Compare all copies of a value, on one client and across clients, before the commit; copies that
             differ are refused. Buffers of modules under DDP or FSDP2, and the running statistics of BatchNorm and
-            InstanceNorm in any module, may differ: the lowest client's is saved, and one line of the log names them.
-            By glob on names, as ``{"*/running_*": False, "*/mask": True}``, another rule: False saves the lowest
+            InstanceNorm in any module, may differ. The lowest client's copy is saved, and one line of the log names
+            them. By glob on names, as ``{"*/running_*": False, "*/mask": True}``, another rule: False saves the lowest
             client's copy and compares nothing, True refuses copies that differ. The first match wins. ``False`` alone
             compares nothing at all.
         content_digest: Store a digest of every tensor's elements, independent of its layout; see
@@ -95,18 +95,19 @@ class RestoreOptions:
     """Options of a restore.
 
     Args:
-        cast: The dtype conversions that are allowed: none (``exact``), those that keep every value (``lossless``), or
-            ``any``.
+        cast: The dtype conversions that are allowed: none (``exact``), only conversions that keep every value
+            (``lossless``), or ``any``.
         allow_missing: Leave tensors and values of the target as they are if the checkpoint has none for them.
         allow_unexpected: Pass over tensors and values of the checkpoint that the target does not ask for.
-        strict: ``names`` refuses what finds its owner by anything but a name: the state of an optimizer by position,
-            and options of its groups that the checkpoint lacks. By default these are in `RestoreReport.owners` only.
+        strict: ``names`` refuses items that find their owner by anything but a name: the state of an optimizer by
+            position, and options of its groups that the checkpoint lacks. By default these are in
+            `RestoreReport.owners` only.
         rename: New names for tensors and values of the checkpoint; see
             `dtckpt.checkpoint.restoring.rename_rules.Rename`.
         report: Called with the `RestoreReport`, when all is restored, or when the restore is refused because something
             is missing, unexpected, reshaped or cast.
-        read_once: Whether one client reads each byte from storage, and sends it to the others that need it (large
-            tensors on meshes whose clients have a process group); default: unless the storage is this machine's.
+        read_once: Whether one client reads each byte from storage, and sends it to the clients that need it. Applies to
+            large tensors on meshes whose clients have a process group. Default: unless the storage is this machine's.
         progress: As in `SaveOptions`.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
     """

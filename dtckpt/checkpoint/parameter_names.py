@@ -47,9 +47,9 @@ class ParameterNames:
                 self._by_memory[memory].append(name)
 
     def of(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """Return the names of a parameter, those of stored tensors first; none if it is not in the tree."""
+        """Return the names of a parameter, names of stored tensors first; empty if it is not in the tree."""
         stored = self._by_memory.get(memory_of(parameter), ())
-        # What a module stores in a way of its own, or not at all, has the name within the module.
+        # A parameter that a module stores in another form, or not at all, has the name within the module.
         return tuple(dict.fromkeys((*stored, *self._by_id.get(id(parameter), ()))))
 
 
@@ -82,7 +82,7 @@ def named_state(optimizer: Optimizer, names: ParameterNames) -> Any:
     """Return the state of an optimizer by the names of its parameters.
 
     A parameter that is in no module or container of the tree has the name that the optimizer got with it, else its
-    number. The state of an optimizer whose class has keys of its own is returned as it is.
+    number. The state of an optimizer whose class uses other keys is returned as it is.
     """
     state, _ = open_state(optimizer.state_dict())
     if not is_numbered(state, len(parameters_of(optimizer))):
@@ -90,7 +90,7 @@ def named_state(optimizer: Optimizer, names: ParameterNames) -> Any:
     keys = _keys_of_parameters(optimizer, names)
     return {
         **state,
-        # Some optimizers have state of no parameter, under keys of their own.
+        # Some optimizers have state of no parameter, under keys that are not numbers.
         "state": {keys[key] if type(key) is int else key: each for key, each in state["state"].items()},
         "param_groups": [
             {**group, "params": [keys[key] for key in group["params"]]} for group in state["param_groups"]
@@ -99,7 +99,7 @@ def named_state(optimizer: Optimizer, names: ParameterNames) -> Any:
 
 
 def parameters_of(target: Any) -> list[torch.Tensor]:
-    """Return the parameters of an optimizer, in its order; none of any other object."""
+    """Return the parameters of an optimizer, in its order; empty for any other object."""
     if not isinstance(target, Optimizer):
         return []
     return [parameter for group in target.param_groups for parameter in group["params"]]

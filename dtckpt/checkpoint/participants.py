@@ -24,7 +24,7 @@ def participants_of(group: Any, member: Member) -> tuple[int, ...]:
 
     Raises:
         MeshTypeError: The group is neither a process group nor a sequence of client ids.
-        MeshError: It is empty, names a client twice, or lacks this client.
+        MeshError: The group is empty, names a client twice, or lacks this client.
     """
     if group is None:
         return tuple(range(member.num_clients))

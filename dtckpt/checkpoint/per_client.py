@@ -16,7 +16,7 @@ ResizeRule = Literal["error", "keep", "modulo"] | Callable[[ClientValues, int, i
 
 
 class ClientNumber(NamedTuple):
-    """The place of a client among those that save or restore together.
+    """The place of a client among the clients that save or restore together.
 
     Args:
         number: From 0 on; in a job as a whole the client's id.
@@ -35,20 +35,20 @@ class ClientNumber(NamedTuple):
 class PerClient:
     """A value of a state tree that differs by client: any tree, and its tensors are this client's alone.
 
-    Every client passes one at the same place, or only some do. Restored into a target, the value is filled as a target
-    of its own. If as many clients restore as saved, each gets what it saved; else ``on_resize`` decides. A restore
-    without a target, or with None in this place, gives the values of all clients, as `ClientValues`.
+    All clients, or only some, pass a `PerClient` at the same place. Restored into a target, the value is filled as a
+    separate target. If as many clients restore as saved, each gets its value back; else ``on_resize`` decides.
+    A restore without a target, or with None in this place, gives the values of all clients, as `ClientValues`.
 
     Args:
         value: This client's value.
-        on_resize: What a restore gives to a client if another number of clients saved, or this one saved no value:
+        on_resize: What to restore on a client if another number of clients saved, or this client saved no value:
 
             * ``"error"``: a `TensorNotFoundError`. The position of a loader means nothing else to other clients.
-            * ``"keep"``: to the clients that have saved one their own; the others keep what they have. So no two
+            * ``"keep"``: each client that saved a value gets it back; the others keep their present values. So no two
               clients get one random state.
-            * ``"modulo"``: to client i of n values the one at i modulo n.
-            * A function of all values (`ClientValues`), the number of the client, and the number of clients now: what
-              it returns takes the place of the value; an object with ``load_state_dict()`` loads it.
+            * ``"modulo"``: client i gets, of n values, the value at i modulo n.
+            * A function of all values (`ClientValues`), the number of the client, and the number of clients now. Its
+              result takes the place of the value; an object with ``load_state_dict()`` loads the result.
 
     Raises:
         ConfigError: There is no such rule.

@@ -108,5 +108,5 @@ class ProgressLines:
 
 
 def is_watched(*streams: TextIO | None) -> bool:
-    """Whether all of the streams are terminals, where somebody may read."""
+    """Whether all of the streams are terminals, where a user may read."""
     return all(stream is not None and stream.isatty() for stream in streams)

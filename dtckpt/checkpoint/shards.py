@@ -1,13 +1,13 @@
 """`Shards`: plain local tensors that are parts of one global tensor, as the stacked experts of an expert-parallel job.
 
 PyTorch's and our DTensors know their layout. A plain tensor counts as a copy that all clients have, unless the tree
-holds it in a `Shards`, or `Shards.mark` has marked the parameter of a module: then a save writes one global tensor, and
+holds it in a `Shards`, or `Shards.mark` has marked the parameter of a module. Then a save writes one global tensor, and
 a restore gives each client its part, on any number of clients::
 
     4 experts of (in, out) on 2 clients     client 0: w (2, in, out)     client 1: w (2, in, out)
     in the checkpoint                       w (4, in, out), rows 0..2 of client 0, rows 2..4 of client 1
 
-The parts may be sharded themselves, as FSDP2 shards each client's experts over those that have the same ones.
+The parts may be sharded themselves, as FSDP2 shards each client's experts over the clients with the same experts.
 """
 
 from __future__ import annotations
@@ -159,17 +159,17 @@ class Shards:
     """A plain local tensor of a state tree that is this client's part of a global tensor.
 
     The clients of the mesh or group hold the parts, in its order. `dtckpt.save` writes the global tensor. Restored
-    into, the tensor gets its part of the stored one, however many parts that was saved in. A restore without a target
+    into, the tensor gets its part of the stored tensor, whatever the number of saved parts. A restore without a target
     gives the global tensor, or DTensors.
 
-    Nothing is sent to make one. The clients compare the shapes in the first round of the save.
+    Making a `Shards` sends nothing. The clients compare the shapes in the first round of the save.
 
     Args:
         tensor: This client's part: a plain tensor, or a DTensor of either library if the part itself is sharded, over
             other axes of the same mesh.
         mesh: A process group of PyTorch, or a mesh with one axis, as ``mesh["ep"]``, of PyTorch or ours.
         dim: The dim that the parts divide.
-        size: The global size of this dim, where it does not divide evenly; the parts are then those of `torch.chunk`.
+        size: The global size of this dim, where it does not divide evenly; the parts are then cut as by `torch.chunk`.
             Default: all parts are of the same size.
 
     Raises:
@@ -264,7 +264,7 @@ def marks_in_state(owner: Any, state: Any, marks: Mapping[int, ShardMark]) -> di
 
     Args:
         owner: The module or optimizer; nothing in the state of any other object is marked.
-        state: What its ``state_dict()`` returned.
+        state: The result of its ``state_dict()``.
         marks: The `shard_marks`.
     """
     return {id(items[key]): mark for items, key, mark in _marked_items(owner, state, marks)}
@@ -275,7 +275,7 @@ def sharded_state(owner: Any, state: Any, marks: Mapping[int, ShardMark]) -> Any
     marked = list(_marked_items(owner, state, marks))
     if not marked:
         return state
-    # Copies of the containers, not of the tensors: the caller's may be what the object itself holds.
+    # Copies of the containers, not of the tensors: the caller's containers may belong to the object itself.
     if isinstance(owner, nn.Module):
         state = copy.copy(state)
         state |= {key: Shards.of(items[key], mark) for items, key, mark in marked}

@@ -49,8 +49,8 @@ class _Open:
 class Phases:
     """The phases of one operation on one client, one after the other or one inside the other.
 
-    Invariant: no second counts twice, so the seconds of all phases add up to those of the operation. While an inner
-    phase runs, the clock of the outer one stands:
+    Invariant: no second counts twice, so the seconds of all phases add up to the seconds of the operation. While an
+    inner phase runs, the clock of the outer phase stands:
 
         plan   |=====     ====|
         stage         |===|
@@ -222,7 +222,7 @@ class SlowClient:
 
 
 def find_slow(costs: Costs) -> SlowClient | None:
-    """Return the client that others wait for the longest, if one is slow (see `SLOW_FACTOR`).
+    """Return the client that others wait for the longest, if a client is slow (see `SLOW_FACTOR`).
 
     Args:
         costs: By client, the cost of each of its phases; ``barrier`` does not count.

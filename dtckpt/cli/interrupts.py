@@ -7,7 +7,7 @@ in its way:
   comes again until no import is under way. While the command's own modules are imported there is no output yet, so the
   process ends at once.
 * Python drops exceptions in ``__del__`` and in callbacks. So the signal comes again.
-* A second signal, as of a terminal or ``timeout``, would interrupt the removal. It is passed over.
+* A second signal, as of a terminal or ``timeout``, would interrupt the removal. So it is passed over.
 
 This module imports little, because a signal that comes before its handler is there ends the process in Python's way.
 """

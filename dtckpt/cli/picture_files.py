@@ -69,7 +69,7 @@ def write_picture(svg: str, title: str, path: Path) -> None:
 
 
 def _write_png(svg: str, path: Path) -> None:
-    """Draw the shapes of a picture with matplotlib. It knows only the parts of SVG that dtckpt's pictures have."""
+    """Draw the shapes of a picture with matplotlib. Only the parts of SVG that dtckpt's pictures have are known."""
     from matplotlib.figure import Figure
 
     root = ET.fromstring(svg)  # noqa: S314  (made by this process)

@@ -67,10 +67,10 @@ def convert(
 ) -> ConvertReport:
     """Write a checkpoint anew in another format.
 
-    The source may be a checkpoint of this library, or one of another that `dtckpt.open_checkpoint` reads. The call runs
-    in this process alone and holds at most ``max_memory`` bytes of tensor data. Content digests prove that every tensor
-    is what it was: those of the source, or else of what was read, are compared with those of what was written. Only
-    then the target appears, whole; after an error there is what was there before.
+    The source may be a checkpoint of this library, or of another library that `dtckpt.open_checkpoint` reads. The call
+    runs in this process alone and holds at most ``max_memory`` bytes of tensor data. Content digests prove that no
+    tensor has changed: the digests of the source, or else of the elements that were read, are compared with the digests
+    of the target. Only then the target appears, whole. After an error ``dst`` is as it was before.
 
     Blocks: On storage.
 
@@ -79,17 +79,18 @@ def convert(
         dst: Path of the target; for ``dtckpt`` and ``zarr`` a URL will do, too.
         to: Format of the target: ``safetensors``, ``dcp`` (a directory of ``torch.distributed.checkpoint``), ``torch``
             (a file of ``torch.save``), ``dtckpt``, or ``zarr`` (the format of this library as a plain tree of Zarr v3
-            arrays). Default: what the name of ``dst`` ends in tells, or else ``dtckpt``.
+            arrays). Default: the format of the suffix of ``dst``, or else ``dtckpt``.
         select: Globs over names of tensors and paths of values: only these are written. Default: everything.
-        rename: New names, as for `dtckpt.RestoreOptions`, of what is selected.
+        rename: New names of the selected tensors and values, as for `dtckpt.RestoreOptions`.
         dtype: New dtype of the floating-point tensors; rounded to nearest even.
-        tied: By new name, the new name of the tensor that one is tied to. Where the format allows it, only the latter
-            is stored. Tensors that are stored once in the source, under several names, are tied without being named.
+        tied: By new name of a tensor, the new name of the tensor that it is tied to. Where the format allows it, only
+            the latter is stored. Tensors that are stored once in the source, under several names, are tied without
+            being named.
         mesh: For ``dtckpt`` and ``zarr``: mesh whose shards the chunks are made for, as in `dtckpt.reshard`. Default:
             the layouts of the source.
         layouts: With ``mesh``: layouts by name or glob.
-        max_shard_size: Bound on the bytes of tensor data in one of several files; a tensor that is larger has a file of
-            its own.
+        max_shard_size: Bound on the bytes of tensor data in one of several files; a larger tensor has a file to
+            itself.
         max_memory: Bound on the bytes of tensor data in memory.
         options: For ``dtckpt`` and ``zarr``: options of the save, but ``kvstore`` and ``overwrite``.
         overwrite: Whether a checkpoint at ``dst`` is replaced, once the new one is durable.
@@ -101,7 +102,7 @@ def convert(
     Raises:
         ConfigError: An argument cannot be used as given, or ``max_memory`` is less than one stored chunk needs.
         TensorNotFoundError: A glob or rule matches nothing.
-        TensorNameError: Two tensors would have one name, or one has a name that the format lacks.
+        TensorNameError: Two tensors would have one name, or the format cannot store a tensor's name.
         DTypeError: The format lacks a tensor's dtype.
         CheckpointCorruptError: The source is damaged, or a tensor would change.
         CheckpointExistsError: ``dst`` is taken.
@@ -255,7 +256,7 @@ class CheckpointConversion:
 
     Args:
         checkpoint: The source.
-        export: What is written.
+        export: The tensors and values to write.
         where: The target.
         options: Options of the save.
         max_memory: Bound on the bytes of tensor data in memory.
@@ -335,7 +336,7 @@ def _layout(tensor: ExportedTensor, mesh: Mesh | None, layouts: Layouts | None) 
 def _spec(tensor: ExportedTensor, layout: Layout | None, codec: str | None) -> TensorSpec:
     """Describe the new tensor for the plan."""
     info = tensor.info
-    # What was rounded on storage stays so, unless it gets another dtype.
+    # A tensor that is rounded on storage stays so, unless it gets another dtype.
     stored = info.stored_dtype_name if tensor.dtype == info.dtype_name else tensor.dtype
     boxes = copies_of(_WRITERS, info.shape) if layout is None else holdings_of(layout, info.shape)
     holdings = saved_only(tuple(Holding(box.region, _WRITERS) for box in boxes), info)

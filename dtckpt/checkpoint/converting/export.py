@@ -58,7 +58,7 @@ class ExportedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What a conversion writes.
+    """The tensors and values that a conversion writes.
 
     Args:
         tensors: The tensors, in the order of the state tree.
@@ -76,7 +76,7 @@ class Export:
 
     @property
     def stored(self) -> tuple[ExportedTensor, ...]:
-        """The tensors without those that are tied to another one."""
+        """The tensors that are not tied to another tensor."""
         return tuple(tensor for tensor in self.tensors if tensor.name not in self.tied)
 
     @property
@@ -101,8 +101,8 @@ def plan_export(
         select: Globs over names of tensors and paths of values; none: everything.
         rename: New names; see `dtckpt.checkpoint.restoring.rename_rules.Rename`.
         dtype: New dtype of the floating-point tensors.
-        tied: By new name, the new name of the tensor that one is tied to, besides those that the files tell. Whether
-            their elements are equal is not looked at here.
+        tied: By new name of a tensor, the new name of the tensor that it is tied to, besides the ties that the files
+            tell. Whether the elements of tied tensors are equal is not checked here.
         is_numbered: Whether optimizers number their parameters, as ``Optimizer.load_state_dict`` asks for it.
 
     Raises:
@@ -115,7 +115,7 @@ def plan_export(
     validate_rename({} if rename is None else rename)
     structure = _selected(checkpoint, select)
     old_names = trees.tensor_names(structure)
-    # Only of what was selected: what is left out needs no new name.
+    # Only of the selected paths: a path that is left out needs no new name.
     paths = [path for path, _ in trees.value_nodes(structure)]
     names = renamed(rename, [*old_names, *paths])
     if names:
@@ -147,7 +147,7 @@ def plan_export(
 
 
 def _following(old_names: Iterable[str], names: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, str]:
-    """Return the new names by the old ones of what moves once more."""
+    """Return, by old name, the names that tensors get in a further rename."""
     return {old: moved[new] for old in old_names if (new := names.get(old, old)) in moved}
 
 
@@ -173,12 +173,12 @@ def _selected(checkpoint: Checkpoint, select: Sequence[str]) -> trees.Node:
 
 
 def _dtype(info: TensorInfo, dtype: str | None) -> str:
-    """Return the new dtype of a tensor. What is rounded on storage gets the dtype that a restore gives it."""
+    """Return the new dtype of a tensor. A tensor that is rounded on storage gets the dtype that a restore gives it."""
     return info.dtype_name if dtype is None or not is_floating(info.dtype_name) else dtype
 
 
 def _tied(tensors: Iterable[ExportedTensor], told: Mapping[str, str], wanted: Mapping[str, str]) -> dict[str, str]:
-    """Return the tied tensors: those that the files tell, and those that the caller names."""
+    """Return the tied tensors that the files tell or the caller names."""
     by_name = {tensor.name: tensor for tensor in tensors}
     tied: dict[str, str] = {}
     for name, kept in told.items():

@@ -1,13 +1,13 @@
 """Plans of files that a conversion writes: elements at known places, and everything around them; pure.
 
-A file is a row of slots, each with the elements of one tensor in C order, or of a box of it. What lies around the slots
-is its frame: headers, names, checksums. The frame may depend on the elements, so it is written last::
+A file is a row of slots, each with the elements of one tensor in C order, or of a box of it. The bytes around the
+slots are the frame: headers, names, checksums. The frame may depend on the elements, so it is written last::
 
     |frame | slot "a"      | slot "b" | frame | slot "c"                    | frame|
            |<-------------- block -------------->|<------ block ------>|
 
-A block is what one thread reads while another one writes the block before: elements that are close in the file, up to
-a bound.
+A block holds elements that are close in the file, up to a bound. One thread reads a block while another thread writes
+the block before.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FileSlot:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a file holds once its slots are filled, as it was read back from the file.
+    """Digests of the elements of a file, which were read back from the file after its slots were filled.
 
     Args:
         contents: By tensor name, its content digest; once all its boxes are written.
@@ -58,7 +58,7 @@ class Written:
 
 
 Frame = Callable[[Written], Iterable[tuple[int, bytes]]]
-"""Returns what lies around the slots of a file: pairs of first byte and bytes."""
+"""Returns the frame of a file: pairs of first byte and bytes."""
 
 
 @dataclass(frozen=True, slots=True)

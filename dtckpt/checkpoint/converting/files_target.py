@@ -1,8 +1,7 @@
-"""`FilesConversion`: write files of another library from any checkpoint, and read them back as anyone will read them.
+"""`FilesConversion`: write files of another library from any checkpoint, and read them back by the format's reader.
 
-The content of every slot is compared when it is written. The last part of the proof is the reader of the format
-(`validate_files`): it must find each tensor at its slots, of the same shape and dtype, and the same values at the same
-paths.
+The content of every slot is compared when it is written. At last the reader of the format (`validate_files`) must find
+each tensor at its slots, with the same shape and dtype, and the same values at the same paths.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class FilesConversion:
 
     Args:
         checkpoint: The source.
-        export: What is written.
+        export: The tensors and values to write.
         where: The target.
         target: The format.
         max_memory: Bound on the bytes of tensor data in memory.
@@ -51,7 +50,7 @@ class FilesConversion:
     Raises:
         ConfigError: The target is no path, the format has no such target, or ``max_memory`` is too small.
         DTypeError: The format lacks a tensor's dtype.
-        TensorNameError: Two tensors would have one name, or one has a name that the format lacks.
+        TensorNameError: Two tensors would have one name, or the format cannot store a tensor's name.
     """
 
     def __init__(
@@ -103,11 +102,11 @@ class FilesConversion:
         return FileWriter(self._checkpoint, folder, self._budget, progress).write(plans)
 
     def validate(self, folder: Path) -> None:
-        """Check that the files in a folder hold what is converted. Raises: `CheckpointCorruptError`."""
+        """Check that the files in a folder hold the converted tensors and values. Raises: `CheckpointCorruptError`."""
         validate_files(self._target.kind, folder, self.plans, self._export)
 
     def digest(self, identity: str) -> int:
-        """Return a digest of what is written, by which several who write it together see that they agree.
+        """Return a digest of the planned files, by which clients that write them together check that they agree.
 
         Args:
             identity: The identity of the source.
@@ -122,16 +121,16 @@ _Places = set[tuple[Region, str, int]]
 
 
 def validate_files(kind: str, folder: Path, plans: Sequence[FilePlan], export: Export) -> None:
-    """Check that new files hold what was exported. Blocks: on storage.
+    """Check that new files hold the exported tensors and values. Blocks: on storage.
 
     Args:
         kind: Their format.
         folder: Their folder.
         plans: The files.
-        export: What was exported.
+        export: The exported tensors and values.
 
     Raises:
-        CheckpointCorruptError: They hold something else.
+        CheckpointCorruptError: The files hold something else.
     """
     files = LocalFolder(folder)
     with translate_errors("read the new files back", folder, is_read=True):

@@ -96,10 +96,10 @@ def _rewritten(saved: SavedOptimizer, node: Node, keys: Mapping[str, int | str],
     """Return the state of an optimizer with new keys of its parameters.
 
     Args:
-        saved: What the node holds.
+        saved: The groups and parameters of the node.
         node: The state.
         keys: New key by the text of the old one.
-        names: For ``param_names`` where there are none: name by old key; none are added if it is empty.
+        names: By old key, the names for the ``param_names`` of groups without them. If empty, no names are added.
     """
     state = [
         [keys.get(str(key), key) if type(key) in (str, int) else key, child]

@@ -24,14 +24,14 @@ class ConvertedTensor:
 
     Args:
         name: Its name in the source.
-        new_name: Its name in the target, as dtckpt has it; see docs/convert.md for those in other libraries' files.
+        new_name: Its name in the target, as dtckpt has it; see docs/convert.md for the names in other libraries' files.
         shape: Global shape.
         dtype: Its dtype in the source.
         new_dtype: Its dtype in the target.
-        nbytes: Bytes of its elements in the target; 0 if it is tied to another one.
+        nbytes: Bytes of its elements in the target; 0 if it is tied to another tensor.
         tied_to: The new name of the tensor whose elements it shares in the target.
         content_digest: Digest of its elements in the target, as in `dtckpt.TensorInfo`, which the conversion compared
-            with that of the source; None in a dry run.
+            with the source's digest; None in a dry run.
     """
 
     name: str
@@ -58,7 +58,7 @@ class ConvertReport:
         values: Paths of the plain values.
         account: The outcome for every file and key of the source.
         max_memory: The bound on the tensor data in memory.
-        seconds: Duration; of a dry run, that of the plan.
+        seconds: Duration; of a dry run, the duration of the planning.
     """
 
     source: Location

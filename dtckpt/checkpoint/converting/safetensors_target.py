@@ -30,8 +30,8 @@ def plan_folder(export: Export, max_file_nbytes: int) -> list[FilePlan]:
     """Plan a directory: ``model.safetensors``, or several files and their index.
 
     Args:
-        export: What is written.
-        max_file_nbytes: Bound on the elements' bytes of a file; a tensor that is larger has a file of its own.
+        export: The tensors and values to write.
+        max_file_nbytes: Bound on the elements' bytes of a file; a larger tensor has a file to itself.
 
     Raises:
         DTypeError: safetensors lacks the dtype of a tensor.
@@ -121,5 +121,5 @@ def _plan_file(
 
 
 def _tree_note(export: Export) -> dict[str, str]:
-    # Without the note, the names of the files are those of the tree.
+    # Without the note, the names in the files are the names of the tree.
     return {TREE: trees.dump(export.structure).decode()} if needs_tree(export.structure) else {}

@@ -29,10 +29,11 @@ class FileTarget:
     Args:
         kind: The format, as in `dtckpt.checkpoint.foreign.formats.FORMATS`.
         suffixes: Ends of a destination's name by which it is one file, and not a directory.
-        is_own: Whether a file of a directory, by its name, is one of the format, which an overwriting conversion may
-            replace.
-        plan_folder: Plans the files of a directory, given the bound on the bytes of one; None if there are none.
-        plan_file: Plans one file of a name; None if the format needs a directory.
+        is_own: Whether a file of a directory, by its name, belongs to the format. An overwriting conversion may replace
+            such files.
+        plan_folder: Plans the files of a directory, given the bound on the bytes of a file; None if the format has
+            no directories.
+        plan_file: Plans a single file, given its name; None if the format needs a directory.
         dropped: Tells of a state tree, by path, why the format does not keep something.
         numbers_parameters: Whether optimizers have numbers in place of the names of their parameters.
     """
@@ -83,5 +84,5 @@ def target_names() -> list[str]:
 
 
 def target_of(name: str) -> str:
-    """Return the format that a destination's name tells: that of a file's suffix, or else this library's."""
+    """Return the format that a destination's name tells: the format of its suffix, or else ``dtckpt``."""
     return next((each.kind for each in FILE_TARGETS.values() if name.endswith(each.suffixes)), DTCKPT)

@@ -41,7 +41,7 @@ def plan_file(export: Export, name: str) -> list[FilePlan]:
     Tied tensors are one tensor in it. Arrays of numpy become tensors, since PyTorch reads no others.
 
     Args:
-        export: What is written.
+        export: The tensors and values to write.
         name: Name of the file.
 
     Raises:
@@ -59,12 +59,12 @@ def plan_file(export: Export, name: str) -> list[FilePlan]:
 
 
 def plan_folder(export: Export, max_file_nbytes: int) -> list[FilePlan]:
-    """Plan a distributed checkpoint; the file that makes it one is the last.
+    """Plan a distributed checkpoint; the last file makes the others a checkpoint.
 
     Arrays of numpy become parts of pickles, as PyTorch saves them. Tied tensors are stored each by itself.
 
     Args:
-        export: What is written.
+        export: The tensors and values to write.
         max_file_nbytes: A file is closed once it has so many bytes.
 
     Raises:
@@ -109,7 +109,7 @@ def _file_plan(name: str, segments: Iterable[Segment], tensors: Mapping[str, Exp
     def frame(written: Written) -> Iterator[tuple[int, bytes]]:
         for at, part in placed:
             if isinstance(part, Checksum):
-                # That of no bytes is zero.
+                # The checksum of no bytes is zero.
                 yield at, written.checksums.get(slots[part.number], 0).to_bytes(4, "little")
             elif not isinstance(part, Elements):
                 yield at, part

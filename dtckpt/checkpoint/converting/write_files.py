@@ -1,11 +1,11 @@
 """Write planned files from the elements of a checkpoint: in bounded memory, and with the proof that nothing changed.
 
-One thread reads a block from the source while another one writes the block before. What was written is read back from
-the file and digested there. The digests of both sides must be equal, or nothing is committed::
+One thread reads a block from the source while another thread writes the block before. The writing thread then reads the
+block back from the file and digests it. The digests of both sides must be equal, or nothing is committed::
 
-    source --read--> block --write--> file --read back--> digest of what the file holds
+    source --read--> block --write--> file --read back--> digest of the file's elements
        |                                                        ||
-       +--> digest that the source tells, or else of what was read
+       +--> digest that the source tells, or else digest of the elements that were read
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FileBudget:
         """Divide ``max_memory`` bytes.
 
         Raises:
-            ConfigError: They are too few for the largest stored chunk.
+            ConfigError: ``max_memory`` is too small for the largest stored chunk.
         """
         # The reader starts one chunk beyond its bound before it waits for the first.
         largest = max((info.max_chunk_nbytes for info in checkpoint.tensors.values()), default=0)
@@ -102,7 +102,7 @@ class FileWriter:
             By name, the content digest of each tensor.
 
         Raises:
-            CheckpointCorruptError: The source is damaged, or a file does not hold what was read.
+            CheckpointCorruptError: The source is damaged, or a file holds other elements than the source.
             StorageError: Storage refused.
         """
         buffers = [np.empty(self._budget.block, np.uint8) for _ in range(2)]
@@ -168,7 +168,7 @@ class FileWriter:
         writeback: fsync.TrailingWriteback,
     ) -> None:
         _write_at(descriptor, buffer.data, block.offset)
-        # Into the same memory: what the source gave is not needed any more.
+        # Into the same memory: the elements from the source are not needed any more.
         _read_at(descriptor, buffer.data, block.offset)
         for part in block.parts:
             self._written.add(part.slot.tensor, part.region, _elements(part, buffer))
@@ -178,7 +178,7 @@ class FileWriter:
         writeback.add(block.offset, block.nbytes)
 
     def _validated(self, tensor: ExportedTensor) -> int:
-        """Return the content digest of a tensor that is written; it must be that of the source."""
+        """Return the content digest of a written tensor, which must equal the digest of the source."""
         expected = self._read.digest(tensor) if tensor.content is None else tensor.content
         content = self._written.digest(tensor)
         if content != expected:

@@ -156,7 +156,7 @@ def plan_comparison(
             among its names before, and the second checkpoint is compared as a whole.
         reads: Which elements are read. With `Reads.NONE` also the content digests count that another library's files
             note.
-        ignore: Kinds of differences that do not count. If elements are among them, none is read.
+        ignore: Kinds of differences that do not count. If they include the elements, no elements are read.
 
     Raises:
         TensorNotFoundError: A glob or a rule matches nothing.

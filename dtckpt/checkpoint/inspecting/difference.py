@@ -17,15 +17,15 @@ class DifferenceKind(enum.StrEnum):
     """The kind of a difference between two checkpoints at one path."""
 
     MISSING = "missing"
-    """It is in the first checkpoint only."""
+    """The path is in the first checkpoint only."""
     EXTRA = "extra"
-    """It is in the second checkpoint only."""
+    """The path is in the second checkpoint only."""
     TYPE = "type"
     """A tensor, an array of numpy, a value, or a container of another type."""
     VALUE = "value"
     SHAPE = "shape"
     DTYPE = "dtype"
-    """The tensor's dtype, or that of its elements on storage."""
+    """The tensor's dtype, or the dtype of its elements on storage."""
     LAYOUT = "layout"
     """Sharding specs, or the axes of the mesh."""
     PART = "part"
@@ -48,7 +48,7 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True)
 class StoredDtype:
-    """A tensor's dtype, and that of its elements on storage."""
+    """A tensor's dtype, and the dtype of its elements on storage."""
 
     dtype: str
     stored: str
@@ -81,8 +81,8 @@ class Difference:
     Args:
         path: Name of the tensor, or path of the value or container.
         kind: The kind of the difference.
-        a: The fact in the first checkpoint, by kind: the facts about a tensor or a value that the other one lacks; a
-            type's name; a value; a shape; a dtype; a layout; the number of elements that were saved; a content digest,
+        a: The fact in the first checkpoint, by kind: the facts about a tensor or a value that the other checkpoint
+            lacks; a type's name; a value; a shape; a dtype; a layout; the number of saved elements; a content digest,
             if digests tell.
         b: The fact in the second checkpoint.
         elements: How the elements differ, if they were read.

@@ -1,4 +1,4 @@
-"""How the elements of a tensor are, and how those of two differ: `Statistics` and `ElementDifferences`; pure.
+"""`Statistics` of a tensor's elements, and `ElementDifferences` between two tensors; pure.
 
 Elements of one dtype are equal if their bits are: NaNs of the same bits are equal, 0.0 and -0.0 are not. Elements of
 two dtypes are equal if they are the same number, or both are NaN.
@@ -41,12 +41,12 @@ class Extreme:
 
 @dataclass(frozen=True, slots=True)
 class ElementDifferences:
-    """Differences between the elements of two tensors of one shape; those of disjoint parts are joined by ``+``.
+    """Differences between the elements of two tensors of one shape. ``+`` joins the differences of disjoint parts.
 
     Args:
         count: How many elements were compared.
         num_different: How many differ.
-        num_nan: Of how many elements that differ one or both are NaN. These have no error.
+        num_nan: Number of elements that differ and are NaN in one tensor or both. NaNs have no error.
         max_abs: The largest ``|a - b|``; None if no elements differ but such with a NaN.
         max_rel: The largest ``|a - b| / max(|a|, |b|)``, which is at most 2 for finite numbers.
     """
@@ -117,7 +117,7 @@ def _compare(a: _Numbers, b: _Numbers, dtypes: tuple[str, str], start: int, regi
     def extreme(each: _Numbers) -> Extreme | None:
         if not each.size or each[at := int(each.argmax())] < 0:  # the first of equal ones
             return None
-        # Of elements with two numbers, each number has an error of its own.
+        # An element of two numbers has two errors, one for each number.
         position = start + int(positions[at * positions.size // each.size])
         return Extreme(
             _item(each[at]),
@@ -168,7 +168,7 @@ def _item(number: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Statistics of numbers; those of two sets of numbers are joined by ``+``.
+    """Statistics of numbers. ``+`` joins the statistics of two sets of numbers.
 
     The magnitudes of complex numbers count.
 

@@ -90,7 +90,7 @@ class BatchBudget:
             max_memory: The bound.
 
         Raises:
-            ConfigError: They are too few for the largest stored chunks.
+            ConfigError: ``max_memory`` is too small for the largest stored chunks.
         """
         # The reader starts one chunk beyond its bound before it waits for the first.
         largest = [max(map(_read_nbytes, infos), default=0) for infos in sources]
@@ -120,7 +120,7 @@ def cut_pieces(
 
 
 def read_ahead(checkpoints: Sequence[Checkpoint], pieces: Iterable[SelectedPiece], budget: BatchBudget) -> Loaded:
-    """Read pieces, and yield them in order. The arrays of a piece are valid until the next one is asked for.
+    """Read pieces, and yield them in order. The arrays of a piece are valid until the caller asks for the next piece.
 
     Blocks: on storage.
 

@@ -21,11 +21,11 @@ class Reads(Enum):
     """Which elements are read."""
 
     NEEDED = auto()
-    """Those of tensors of which no digests tell whether they differ."""
+    """The elements of tensors whose digests do not tell whether they differ."""
     DIFFERENT = auto()
-    """Also those of tensors whose digests differ, to tell how many elements differ, and by how much."""
+    """Also the elements of tensors whose digests differ, to tell how many elements differ, and by how much."""
     NONE = auto()
-    """None."""
+    """No elements."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

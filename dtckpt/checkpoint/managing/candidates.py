@@ -46,7 +46,7 @@ def newest_first(saved: Saved, held: Collection[HeldSave]) -> list[Candidate]:
 
     Args:
         saved: The steps of the root.
-        held: What the hosts hold.
+        held: The saves that the hosts hold.
     """
     local = deque(sorted((each for each in held if each.is_voted), key=lambda each: each.save, reverse=True))
     found: list[Candidate] = []

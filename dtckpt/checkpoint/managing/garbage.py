@@ -78,7 +78,7 @@ def _newest_complete(found: Survey) -> int | None:
 
 @contextmanager
 def right_to_remove(found: Survey, *, take_over: bool) -> Iterator[None]:
-    """Hold the right to change a root, so that nobody saves there at the same time.
+    """Hold the right to change a root, so that no manager saves there at the same time.
 
     A directory's lock tells whether its manager lives. An object store only tells that there was one: to take its right
     makes its next save fail, if it lives.
@@ -100,7 +100,7 @@ def right_to_remove(found: Survey, *, take_over: bool) -> Iterator[None]:
 
 
 def remove_step(found: Survey, step: int) -> bool:
-    """Remove the checkpoint of a step; return whether it is gone. It stays if a process on this host restores it."""
+    """Remove the checkpoint of a step; return whether it is gone. A step that a process on this host restores stays."""
     place = found.folders.place(step)
     try:
         place.remove()

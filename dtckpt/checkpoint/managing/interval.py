@@ -109,7 +109,7 @@ def lost_share(interval_s: float, blocking_s: float, mtbf_s: float, *, lag_s: fl
 
 
 def estimate_mtbf(past: Sequence[PastRun], uptime_s: float, num_hosts: int) -> float:
-    """Return the mean seconds between failures, from the runs before and from what hosts fail like in general.
+    """Return the mean seconds between failures, from the runs before and from the general failure rate of hosts.
 
     The general rate counts as one failure that was seen, so that a young job is neither sure of itself nor in a panic:
 

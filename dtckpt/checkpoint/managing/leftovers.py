@@ -1,4 +1,4 @@
-"""Find and remove the directories that dead attempts left beside the checkpoints, but none of attempts that live.
+"""Find and remove the directories that dead attempts left beside the checkpoints; live attempts keep theirs.
 
 The leader of an attempt holds the lock of the directory that it builds (`dtckpt.storage.directory_lock`), so on one
 host a free lock means that the leader is dead. Some file systems do not share locks between hosts; there the age tells:

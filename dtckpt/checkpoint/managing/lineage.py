@@ -34,7 +34,7 @@ class Lineage:
     """The statement of one checkpoint about the other steps of its root.
 
     Args:
-        number: Number of the commit, which grows from commit to commit; 0 if it is unknown: another program put the
+        number: Number of the commit, which grows from commit to commit. It is 0, unknown, if another program put the
             checkpoint there, an older version saved it, or the file is damaged.
         aside: The steps that existed at the save and that the checkpoint does not descend from.
     """
@@ -52,7 +52,7 @@ class Lineage:
         """Read the file.
 
         Raises:
-            ValueError: It is damaged.
+            ValueError: The file is damaged.
         """
         data, digest, _ = file.split(b"\n")
         if digest != b"%016x" % bytes_digest(data):
@@ -81,7 +81,7 @@ def current_steps(saved: Saved) -> frozenset[int]:
 
 
 def ancestry(saved: Saved, step: int) -> frozenset[int]:
-    """Return a step and those that it descends from, as far as they are still there.
+    """Return a step and the steps that it descends from, as far as they are still there.
 
     A checkpoint descends from smaller steps only, which existed when it was saved. A save that replaced one of them
     later has a greater number, by which it is told apart. A step of unknown lineage is taken to descend from the
@@ -100,7 +100,7 @@ class Run:
 
     Args:
         saves: The saves that are known to be committed.
-        begun: The save that was begun last. It may have failed, so it counts only if it is found on storage.
+        begun: The save that was begun last. As it may have failed, it counts only if it is found on storage.
     """
 
     saves: frozenset[tuple[int, int]]

@@ -54,7 +54,7 @@ class CheckpointManager:
     Anything else in ``root`` is ignored. One process at a time manages a root; others may read.
 
     A step that is saved again replaces its old checkpoint, atomically. A run that restores an older step, or saves a
-    smaller one, goes back: with its next save the newer steps become `abandoned_steps`.
+    smaller step, goes back: with its next save the newer steps become `abandoned_steps`.
 
     Args:
         root: Directory of the checkpoints, made by the first save; or a URL.
@@ -64,8 +64,8 @@ class CheckpointManager:
         save_when: Save when this function of the step returns true; client 0 decides.
         save_interval: ``"continuous"``: save when the save before, and the removals after it, have ended; client 0
             decides.
-        every: ``"auto"`` or an `AutoInterval`: save as often as loses the least time, from what the saves cost and how
-            often the runs of this root failed; client 0 decides. See `dtckpt.optimal_interval`.
+        every: ``"auto"`` or an `AutoInterval`: save at the interval that loses the least time, by the cost of the saves
+            and the failures of this root's runs. Client 0 decides. See `dtckpt.optimal_interval`.
         is_async: Whether saves go on in the background.
         skip_when_busy: Whether to skip a step while a save is still in flight; otherwise the step waits for that save.
         on_failure: ``"raise"``, or ``"warn"``: log a save that fails with a `StorageError`, and go on; any other error
@@ -74,7 +74,7 @@ class CheckpointManager:
         options: How checkpoints are written; ``overwrite`` is always on.
         local: Frequent checkpoints in the memory of the hosts, with copies on other hosts; see `dtckpt.LocalTier`. The
             rules above then say which of them are also written to ``root``, from that memory. While such a write is
-            under way, no other begins: a step that is due then has its place taken by the next one that can be.
+            under way, no other begins: a step that is due then gives its place to the next step that can be written.
         clock: Returns monotonic seconds, for ``save_interval_s``.
 
     >>> import tempfile, torch, dtckpt
@@ -155,7 +155,7 @@ class CheckpointManager:
                 raise
             logger.error("while another error was on its way: %s", failure)
 
-    # --- what there is ------------------------------------------------------------------------------------------
+    # --- the steps ----------------------------------------------------------------------------------------------
 
     @property
     def root(self) -> Location:
@@ -216,7 +216,7 @@ class CheckpointManager:
         Collective: All clients watch; then `should_save` is collective.
 
         Raises:
-            ValueError: This is not the main thread; only that one can handle signals.
+            ValueError: This is not the main thread; only the main thread can handle signals.
         """
         return self._schedule.watch.watch(*signals)
 
@@ -392,7 +392,7 @@ class CheckpointManager:
         """Wait for the save in flight and for the removal of old checkpoints.
 
         Raises:
-            DtckptError: The error of the save, if nobody has looked at it.
+            DtckptError: The error of the save, if the caller has not seen it yet.
         """
         self._wait(for_copies=True)
 
@@ -406,7 +406,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait as `wait` does, and let other processes manage the root. Idempotent.
 
-        A process that was forked from the one that saves neither waits nor gives up the root, which its parent has.
+        A process that was forked from the process that saves neither waits nor gives up the root, which its parent has.
         """
         self._close(has_failed=False)
 
@@ -456,7 +456,7 @@ class CheckpointManager:
             partial: Whether the target may ask for less than the checkpoint holds: some items of many.
 
         Raises:
-            CheckpointNotFoundError: There is no checkpoint, or none that is valid.
+            CheckpointNotFoundError: There is no valid checkpoint.
             DtckptError: As for `dtckpt.restore`: any error but damage, and damage too if the step was named.
         """
         options = options or RestoreOptions()
@@ -505,7 +505,7 @@ class CheckpointManager:
         return RestoredStep(chosen.step, tree, skipped, local)
 
     def _candidates(self, *, is_named: bool) -> list[Candidate]:
-        """Return the steps that can be restored, the newest first. If the root cannot be listed, those of the tier."""
+        """Return the steps that can be restored, newest first; only the tier's steps if the root cannot be listed."""
         held = self._tier.restorable(is_named=is_named) if self._tier is not None else ()
         saved: Saved = {}
         try:
@@ -532,7 +532,7 @@ class CheckpointManager:
     def export(self, path: str | Location, step: int | None = None, *, options: ExportOptions | None = None) -> int:
         """Write a step as safetensors files, by all clients: each writes its share of the files.
 
-        The files appear together, when all are durable and proved, as those of `dtckpt.convert`. The export waits for
+        As in `dtckpt.convert`, the files appear together, when all are durable and proved. The export waits for
         the save in flight.
 
         Collective: Over all clients; barriers ``export/chosen``, ``export/planned``, ``export/written`` and
@@ -547,7 +547,7 @@ class CheckpointManager:
             The step.
 
         Raises:
-            CheckpointNotFoundError: There is no checkpoint of the step, or none at all.
+            CheckpointNotFoundError: There is no checkpoint of the step, or no checkpoint at all.
             DtckptError: As for `dtckpt.convert`; or the error of the save in flight. The same on all clients.
         """
         self.wait()
@@ -580,7 +580,7 @@ class CheckpointManager:
 
     @contextmanager
     def _tolerated(self) -> Iterator[None]:
-        """Log a warning if something cannot be removed, and go on: the save is good, and the next one tries again."""
+        """Log a warning if something cannot be removed, and go on: the save is good, and the next save tries again."""
         try:
             yield
         except (DtckptError, OSError) as error:

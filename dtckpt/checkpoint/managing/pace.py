@@ -1,4 +1,4 @@
-"""`Pace`: the interval of a manager with ``every="auto"``, from what its saves cost and how often its runs failed."""
+"""`Pace`: the interval of a manager with ``every="auto"``, from the cost of its saves and the failures of its runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NOTABLE = 0.2
 
 
 class Pace:
-    """The interval between saves. Lives on client 0, which decides; other clients have one that nobody asks.
+    """The interval between saves. Client 0 asks its `Pace` and decides; the other clients do not ask theirs.
 
     Args:
         auto: The user's part.

@@ -1,7 +1,7 @@
 """Restore the newest step that all clients can read.
 
 Client 0 proposes the newest step that was not tried yet (barrier ``manager/chosen``), and all clients restore it
-(barrier ``manager/restored``). If any client finds the step damaged, all pass it over, and the next older one is tried.
+(barrier ``manager/restored``). If any client finds the step damaged, all pass it over, and try the next older step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger("dtckpt.checkpoint")
 
 MAX_REASON_CHARS = 500
 MAX_DAMAGED_CHARS = 3000
-"""Bounds on what a client tells the others: a vote has room for 4096 bytes."""
+"""Bounds on the texts that a client tells the others: a vote has room for 4096 bytes."""
 DAMAGE = (
     CheckpointCorruptError,
     CheckpointIncompleteError,
@@ -55,7 +55,7 @@ class RestoredStep:
         step: The step that was restored.
         tree: The target, or the new tree.
         skipped: Newer steps that could not be restored, and the reason.
-        local: What was read from where, if the step came from the local tier; None: it came from the root.
+        local: The bytes by host, if the step came from the local tier; None if it came from the root.
     """
 
     step: int
@@ -70,7 +70,7 @@ class Restored:
 
     Args:
         chosen: The candidate.
-        tree: What ``read`` returned.
+        tree: The result of ``read``.
         skipped: The steps that were passed over, and the reason.
         damaged: The copies of parts in the local tier that clients found damaged.
     """
@@ -110,7 +110,7 @@ def restore_newest_valid(
 ) -> Restored:
     """Restore a step, or the newest that is not damaged.
 
-    Collective: Over the participants; barriers ``<operation>/chosen``, ``<operation>/restored``, and those of ``read``.
+    Collective: Over the participants; barriers ``<operation>/chosen``, ``<operation>/restored``; and as ``read``.
 
     Args:
         candidates: Returns the steps that can be restored, the newest first; called on client 0.
@@ -122,7 +122,7 @@ def restore_newest_valid(
         folders: The steps of the root.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint, or none that is valid.
+        CheckpointNotFoundError: There is no valid checkpoint.
         BarrierConflictError: Clients name different steps.
         DtckptError: As for `dtckpt.restore`, where it is not about damage, or the step was named.
     """
@@ -157,7 +157,7 @@ def _choose(
     step: int | None,
     tried: Collection[Candidate],
 ) -> Candidate | None:
-    """Return the candidate to restore next: client 0's newest that was not tried, among those of a step that is named.
+    """Return the candidate to restore next: the newest on client 0 that was not tried; only of ``step`` if it is named.
 
     A step that is named is restored from the root even if nothing is listed there, so that the error says why not.
     """

@@ -103,7 +103,7 @@ class Retention:
         damaged: Collection[int] = (),
         abandoned: Collection[int] = (),
     ) -> list[int]:
-        """Return the steps that need not be kept, ascending. The newest good one is never among them.
+        """Return the steps that need not be kept, ascending. The newest good step is never among them.
 
         Args:
             steps: All steps of the run that have a checkpoint.
@@ -111,7 +111,7 @@ class Retention:
             times: When each step was saved, in seconds since the epoch. A rule by time keeps a step of unknown time.
             now: Seconds since the epoch.
             protected: Steps that stay in any case.
-            damaged: Steps that cannot be restored. They stay, to be looked at; the rules do not count them.
+            damaged: Steps that cannot be restored. The rules do not count them; they stay for the user to look at.
             abandoned: Steps of abandoned runs. No rule keeps them: they go when the run has passed them.
         """
         good = sorted(set(steps) - set(damaged))
@@ -134,6 +134,6 @@ class Retention:
         if self.newer_than_s is not None:
             kept.update(step for step in known if now - times[step] < self.newer_than_s)
         if self.every_s is not None:
-            # The newest first, so that the first of each period is what stays in the table.
+            # The newest first, so that the table keeps the first step of each period.
             kept.update({times[step] // self.every_s: step for step in reversed(known)}.values())
         return kept

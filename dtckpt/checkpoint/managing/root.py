@@ -59,7 +59,7 @@ class Right(Protocol):
         ...
 
     def holder(self) -> str:
-        """Return the process that has the right, as far as storage tells; empty if none has."""
+        """Return the process that has the right, as far as storage tells; empty if no process has it."""
         ...
 
 
@@ -172,7 +172,7 @@ class ObjectRoot:
         return None if attempt is None else int(attempt.partition("-")[0]) / 1e9
 
     def leftovers(self, *, min_age_s: float, now: float) -> list[Leftover]:
-        """As `Root.leftovers`: attempts that `AttemptRegister.collect` would remove, and those without a decision."""
+        """As `Root.leftovers`: attempts without a decision or that `AttemptRegister.collect` would remove."""
         found = []
         for name in sorted(self.names()):
             where = self.where / name
@@ -205,7 +205,7 @@ class ObjectRoot:
 
 
 def _process_of(data: bytes) -> str:
-    """Read the process that made an entry or a claim. Raises: ValueError: It is damaged."""
+    """Read the process that made an entry or a claim. Raises: ValueError: The data is damaged."""
     holder = json_facts.parse_object(data)
     return f"process {json_facts.whole(holder.get('process'))} on {printable(json_facts.text(holder.get('host')))}"
 
@@ -214,8 +214,8 @@ class NewestManager:
     """The right to an object store's root: the newest manager has it, and older ones are refused.
 
     So a job that is started again does not wait for a former process that may be dead. Each manager writes its entry
-    before it lists all: of two that begin at the same time, the one with the smaller name is refused, at once or at its
-    next save.
+    before it lists all entries. Of two managers that begin at the same time, the manager with the smaller name is
+    refused, at once or at its next save.
 
     Args:
         where: The root, for messages.

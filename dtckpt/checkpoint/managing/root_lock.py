@@ -1,8 +1,8 @@
 """`RootLock`: lock a directory of checkpoints, so that one process at a time manages it.
 
-It is a record lock (``fcntl.lockf``), which belongs to the process, and not a lock of an open file (``flock``), which
-forked processes share: a data loader that outlives its parent must not keep the job that is started next out. Record
-locks do not exclude two managers of one process from each other; the registry ``_held`` does.
+The lock is a record lock (``fcntl.lockf``), which belongs to the process. Forked processes share a lock of an open file
+(``flock``), but a data loader that outlives its parent must not keep the next job out. Record locks do not exclude two
+managers of one process from each other; the registry ``_held`` does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOCK_NAME = ".dtckpt-manager.lock"
 _FLOCK = struct.Struct("hhqqi4x")
 """``struct flock`` of Linux with 64 bits: type, whence, start, length, process."""
 _held: weakref.WeakValueDictionary[tuple[int, Path], RootLock] = weakref.WeakValueDictionary()
-"""The locks of this process, by process (a forked one has none) and directory."""
+"""The locks of this process, by process (a forked process starts without locks) and directory."""
 
 
 class RootLock:
@@ -98,7 +98,7 @@ class RootLock:
         )
 
     def holder(self) -> str:
-        """Return the process that has the right; empty if none has."""
+        """Return the process that has the right; empty if no process has it."""
         if (os.getpid(), self._root) in _held:
             return "this process"  # not looked at: to close the file would give the process's lock up
         try:

@@ -1,7 +1,7 @@
 """`RunHistory`: the runs that saved to a root, by which failures are counted; one small file for each run.
 
     .dtckpt-runs/
-        00000001764108000000000000     a run: when it began, when it was last seen, whether it ended, what saves cost
+        00000001764108000000000000     a run: when it began, when it was last seen, whether it ended, the cost of saves
         00000001764115200000000000     the next one
 
 A run writes its file when it first saves, after each commit, and when its manager is closed. So the file of a run that
@@ -34,13 +34,13 @@ _RUN_NAME = re.compile(r"[0-9]{26}")
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What the file of a run says; times are seconds since the epoch.
+    """The contents of the file of a run; times are seconds since the epoch.
 
     Args:
         began_s: When the run began to save.
         seen_s: When it last had a checkpoint committed, or was closed.
         has_ended: Whether its manager was closed.
-        costs: The costs of its saves; None if none is known.
+        costs: The costs of its saves; None if unknown.
     """
 
     began_s: float
@@ -57,7 +57,7 @@ class RunRecord:
         """Read the file.
 
         Raises:
-            ValueError: It is damaged.
+            ValueError: The file is damaged.
         """
         facts = json_facts.parse_object(data)
         began_s, seen_s = (json_facts.amount(facts.get(name)) for name in ("began_s", "seen_s"))
@@ -69,7 +69,7 @@ class RunRecord:
 
 
 class RunHistory:
-    """The runs of a root, and the record of this one. For one process at a time: the one with the right to the root.
+    """The runs of a root, and the record of this one. Only for the process with the right to the root.
 
     Args:
         folder: The root's folder for them.

@@ -1,15 +1,15 @@
 """Decide when a manager saves: at which steps, with the same decision on all clients.
 
 A decision that depends on the step alone is made by each client by itself. Clocks, functions of the user, a save in
-flight and signals differ from client to client; decisions that depend on them are made at the barrier
+flight and signals differ from client to client. Decisions that depend on them are made at the barrier
 ``manager/decide``: client 0's answer counts for all, and a signal to any client is told to all.
 
     client 0   answer of the rules, signal?  --+                      +-->  decision, and reached_preemption
     client 1   (its answer is ignored), signal?  --> manager/decide --+-->  the same
     client 2   (its answer is ignored), signal?  --+                  +-->  the same
 
-Invariant: whether a decision is collective is the same on all clients. It depends only on the rules and on
-`Schedule.watch`, which all clients enter; never on the clock or on a signal.
+Invariant: whether a decision is collective is the same on all clients. The rules and `Schedule.watch`, which all
+clients enter, determine this; the clock and signals never do.
 """
 
 from __future__ import annotations

@@ -57,9 +57,10 @@ class SignalWatch:
     def watch(self, *signals: int) -> Iterator[None]:
         """Watch for signals, by default SIGTERM; restore their former handlers at the end.
 
-        If the work inside fails before a decision has told all clients of a signal, nobody will act on it, so the
-        failure is logged, and the signal is raised again under its former handler. Otherwise torchrun would wait half a
-        minute for a survivor that ignores SIGTERM. A forked process does not watch: it handles the signal as before.
+        If the work inside fails before a decision has told all clients of a signal, no client will act on the signal.
+        So the failure is logged, and the signal is raised again under its former handler. Otherwise torchrun would wait
+        half a minute for a survivor that ignores SIGTERM. A forked process does not watch: it handles the signal as
+        before.
         """
         watcher, received = os.getpid(), list[int]()
         state = mmap.mmap(-1, 1)  # shared with workers

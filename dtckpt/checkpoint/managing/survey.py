@@ -93,7 +93,7 @@ def survey(where: Location, *, min_age_s: float, now: float) -> Survey:
 
     Raises:
         CheckpointNotFoundError: There is no such root, or it is a checkpoint itself.
-        StorageError: It cannot be listed.
+        StorageError: The root cannot be listed.
     """
     root = root_of(where)
     if not root.exists():

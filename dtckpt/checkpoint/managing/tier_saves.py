@@ -2,8 +2,8 @@
 
 A step that is due is copied into the tier. If it is due in the root, too, it is written there from the tier, in the
 background: training never waits for storage. While such a write is under way no other begins, and a step that is due
-then is owed: the first step that is saved after the write is written to the root in its place, at the latest the last
-one when the manager is closed. A write that fails is owed, too.
+then is owed. In its place, the root gets the next step that is saved after the write, at the latest the last step, when
+the manager is closed. A step whose write fails is owed, too.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TierSaves:
         """Begins to write the restored step to the root."""
 
     def _ask_root(self) -> RootFacts:
-        """Return what the clients need to know of the root. If storage does not say it now, it counts as not empty."""
+        """Return the facts about the root that clients need. A root that cannot be listed counts as not empty."""
         try:
             saved = self._folders.saved()
         except StorageError as error:
@@ -89,7 +89,7 @@ class TierSaves:
         return RootFacts(bool(saved), read_identity(self._root_folder, str(self._folders.root)), newest)
 
     def name_root(self) -> None:
-        """Give the root its identity, or learn the one that it has. On client 0, with the right to change the root."""
+        """Give the root an identity, or learn its identity. On client 0, with the right to change the root."""
         if not self._is_named:
             session = self.session
             session.root = claim_identity(self._root_folder, str(self._folders.root), session.root)
@@ -131,13 +131,13 @@ class TierSaves:
             metrics: The step's metrics, on client 0.
             write_durable: Begins to write the step to the root; called in the background.
             is_durable: Whether the step is due in the root.
-            is_last: Whether it may be the last one, so that it is written to the root itself, and none in its place.
+            is_last: Whether it may be the last step; then the root gets this step, and no later one in its place.
 
         Returns:
             The save's handle; None if a host's tier refused it.
 
         Raises:
-            DtckptError: As `save_in_tier`; or the error of the local save before, if nobody has looked at it.
+            DtckptError: As `save_in_tier`; or the error of the local save before, if the caller has not seen it yet.
         """
         self.wait_for_local()
         if is_last:
@@ -239,7 +239,7 @@ class TierSaves:
             for_copies: Whether to wait for other hosts, too.
 
         Raises:
-            DtckptError: A save failed, and nobody has looked at its error.
+            DtckptError: A save failed, and the caller has not seen its error yet.
         """
         self.wait_for_local()
         self.writer.wait()
@@ -259,7 +259,7 @@ class TierSaves:
         Collective: Over all clients, if a step is owed to the root.
 
         Raises:
-            DtckptError: What was owed could not be written.
+            DtckptError: The step could not be written.
         """
         self.wait_for_local()
         self.writer.wait()
@@ -276,7 +276,7 @@ class TierSaves:
     # --- restoring ----------------------------------------------------------------------------------------------
 
     def restorable(self, *, is_named: bool) -> list[HeldSave]:
-        """Return what the hosts hold, without the saves that were restored too often, unless the step is named."""
+        """Return the saves that the hosts hold; unless the step is named, without saves restored too often."""
         worn_out = frozenset() if is_named else self.session.joined.worn_out
         for save in worn_out:
             logger.warning(
@@ -373,7 +373,7 @@ class TierSaves:
 
 
 class _StatusWriter:
-    """Writes the status in a thread of its own, as storage may be slow; of those that wait, the newest."""
+    """Writes the status in a separate thread, as storage may be slow. Only the newest status waits."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -381,7 +381,7 @@ class _StatusWriter:
         self._is_running = False
 
     def submit(self, write: Callable[[], object]) -> None:
-        """Write the status when the former one is written."""
+        """Write the status when the former status is written."""
         with self._changed:
             self._next = write
             if not self._is_running:
@@ -389,7 +389,7 @@ class _StatusWriter:
                 begin(self._run, "dtckpt-tier-status")
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until the newest one is written, at most so long."""
+        """Wait until the newest status is written, at most so long."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_running, timeout_s)
 

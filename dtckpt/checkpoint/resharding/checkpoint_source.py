@@ -66,7 +66,7 @@ class CheckpointSource:
         checkpoint: The checkpoint to read.
         budget: Bytes of a window, and of the stored chunks that are read at one time.
         progress: See `Progress`.
-        old_names: By new name, the old one, of the tensors that are renamed.
+        old_names: By new name, the old name of the tensors that are renamed.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class CheckpointSource:
         self._old_names = old_names
         self._contents: dict[str, int] = {}
         self._memory = RecycledMemory(NUM_WINDOWS * budget.window)
-        # Two batches of writes: the one that grows, and the one that is being written.
+        # Two batches of writes: the batch that grows, and the batch that is being written.
         self.max_pending_nbytes = 2 * min(budget.window, BATCH_NBYTES)
         self._window = _Window({}, {})
         self._next: Future[_Window] | None = None

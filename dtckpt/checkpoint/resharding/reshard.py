@@ -1,6 +1,6 @@
 """`reshard`: write a checkpoint anew for the shards of another mesh, in bounded memory, in one process or several.
 
-It is a save whose elements come from a checkpoint (`CheckpointSource`) and not from tensors.
+A reshard is a save whose elements come from a checkpoint (`CheckpointSource`) and not from tensors.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def reshard(
 
     Args:
         src: The checkpoint to read.
-        dst: Path or URL of the new one.
+        dst: Path or URL of the new checkpoint.
         mesh: Target mesh, as from `dtckpt.layout.clients.abstract_mesh`.
         layouts: As for `dtckpt.restore`: layouts on ``mesh`` by name or glob; other tensors keep their saved specs as
             far as the mesh has those axes.
@@ -103,8 +103,8 @@ def reshard(
         dry_run: Plan and report only.
         progress: See `Progress`.
         worker: This process, if several write ``dst`` together: all are called with the same arguments but this one,
-            each writes its part, and the last one commits. They need not run at the same time; a worker that died is
-            called again. ``dst`` must be on a file system.
+            each writes its part, and the last worker commits. The workers need not run at the same time; a worker that
+            died is called again. ``dst`` must be on a file system.
 
     Raises:
         MeshError: A layout is on another mesh.

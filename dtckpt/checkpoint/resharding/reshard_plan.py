@@ -41,7 +41,7 @@ class ReshardedTensor:
     nbytes: int
     new_nbytes: int
     content_digest: int | None
-    """The old tensor's, which the new one has, too; None if the old one has none, or if the stored dtype changes."""
+    """The digest of the old and the new tensor; None if the old tensor has no digest, or the stored dtype changes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class Units:
     def amplification(self, shape: Sequence[int], lengths: Sequence[int]) -> float:
         """Return how often a unit is read, on average, by windows of these lengths per dim.
 
-        It is read once more for every edge between windows that lies inside it.
+        A unit is read once more for every edge between windows that lies inside it.
         """
         factor = 1.0
         for size, length, chunk, unit in zip(shape, lengths, self.chunk, self.unit, strict=True):
@@ -78,7 +78,7 @@ class Windows:
     @classmethod
     @lru_cache(maxsize=4096)
     def of(cls, grid: ChunkGrid, itemsize: int, units: Units, max_nbytes: int) -> Windows:
-        """Choose the windows of a tensor: the smallest of those that read least.
+        """Choose the windows of a tensor: of the windows that read least, the smallest.
 
         Args:
             grid: The tensor's shape and new chunks.

@@ -1,10 +1,10 @@
 """Reshard with several workers that write one checkpoint and do not communicate: they meet on storage.
 
-All workers compute the same plan, so each knows its chunks. They share one directory under construction, whose name is
-a digest of the result. A worker that has written its chunks, durably, leaves a mark in its folder. The worker that then
-finds the marks of all workers commits. Workers that write share the directory's lock; the one that commits has it
-alone. If a worker is killed at any time, its own part is lost at most. A part without a mark is written again, marks
-stay, and the checkpoint appears whole or not at all.
+All workers compute the same plan, so each knows its chunks. The workers share one directory under construction, whose
+name is a digest of the result. A worker that has written its chunks, durably, leaves a mark in its folder. The worker
+that then finds the marks of all workers commits. Workers that write share the directory's lock; a worker that commits
+has it alone. If a worker is killed at any time, its own part is lost at most. A part without a mark is written again,
+marks stay, and the checkpoint appears whole or not at all.
 
 The state of the directory, which survives any crash:
 
@@ -79,7 +79,7 @@ class PartReport:
         worker: The worker.
         nbytes: Bytes of the chunks that it wrote in this call; 0 if its part was finished before.
         missing: Workers whose parts are not finished.
-        is_committed: Whether the checkpoint is committed, by this worker or another one. If it is not and no part is
+        is_committed: Whether the checkpoint is committed, by this worker or another worker. If it is not and no part is
             missing, another worker is committing it.
     """
 
@@ -111,7 +111,7 @@ class SharedAttempt:
         self._folder = LocalFolder(target.parent, self._path.name)
 
     def is_committed(self) -> bool:
-        """Whether the checkpoint at the target is the one that these workers write."""
+        """Whether the checkpoint at the target is the checkpoint that these workers write."""
         return _attempt_of(self._target) == self.token
 
     def check_target(self) -> bool:

@@ -106,7 +106,7 @@ class Simulation:
         """Return one operation.
 
         Raises:
-            KeyError: It was not simulated.
+            KeyError: The operation was not simulated.
         """
         return {each.name: each for each in self.operations}[name]
 

@@ -31,15 +31,15 @@ _OWN = frozenset({"_mesh", "_root", "_objects", "_counter", "_latest", "_awaited
 class DTensorCheckpoint(Node):
     """Objects on one mesh that are saved and restored together.
 
-    Each attribute is an object. A save stores the attributes as they are then, with what is in them: dicts, lists,
+    Each attribute is an object. A save stores the attributes as they are then, with their contents: dicts, lists,
     modules, and further `DTensorCheckpoint`. An object that is assigned after a restore gets its value at once,
     if the checkpoint holds something of that name that no object has taken.
 
     Collective: To assign such an object, over the mesh's clients, as `restore`. All else about attributes is local.
 
     If objects and checkpoint do not match, the restore says so in its status and in the log. The next save would lose
-    the parts that were passed over; it fails until the caller has accepted the mismatch, by ``expect_partial()`` or an
-    assertion that passes, or the parts have found their objects.
+    the parts that were passed over. So it fails until the parts have found their objects, or the caller has accepted
+    the mismatch, by ``expect_partial()`` or an assertion that passes.
 
     Args:
         mesh: The mesh that all DTensors are on; its clients take part.

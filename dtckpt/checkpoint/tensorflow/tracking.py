@@ -25,11 +25,11 @@ from dtckpt.storage.location import Location
 Path = tuple[str, ...]
 
 PLAIN = object()
-"""Stands for the owner of a plain value, which has no identity of its own."""
+"""Stands for the owner of a plain value, which has no identity."""
 
 
 class Node(ABC, FixedState):
-    """An object with named objects below it, which notices when one is assigned: a `DTensorCheckpoint`."""
+    """An object with named objects below it, which notices when an object is assigned: a `DTensorCheckpoint`."""
 
     @abstractmethod
     def _tracked(self) -> Iterator[tuple[Path, Any, Any]]:
@@ -37,7 +37,7 @@ class Node(ABC, FixedState):
 
     @abstractmethod
     def _await(self, restoration: Restoration, path: Path) -> None:
-        """Note a restore, of which the node is at ``path``: what is assigned later may be in the checkpoint."""
+        """Note a restore, of which the node is at ``path``: objects that are assigned later may be in it."""
 
 
 def tracked(value: Any, path: Path, owner: Any = None) -> Iterator[tuple[Path, Any]]:
@@ -66,7 +66,7 @@ def tracked(value: Any, path: Path, owner: Any = None) -> Iterator[tuple[Path, A
 
 
 class Restoration:
-    """One restore: what the checkpoint holds, and which objects it has reached so far.
+    """One restore: the contents of the checkpoint, and the objects that it has reached so far.
 
     Args:
         checkpoint: The checkpoint, open.
@@ -87,7 +87,7 @@ class Restoration:
         self._reached: dict[str, Callable[[], Any]] = {}
 
     def plan(self, checkpoint: Checkpoint, target: Any, path: Path, client: ClientNumber) -> RestorePlan:
-        """Plan to fill a target from what the checkpoint holds at a path.
+        """Plan to fill a target from the part of the checkpoint at a path.
 
         Raises:
             CheckpointConflictError: A save has replaced the checkpoint since the restore.
@@ -140,9 +140,10 @@ def _reference(owner: Any) -> Callable[[], Any]:
 
 
 class RestoreStatus:
-    """The result of a restore of a `DTensorCheckpoint`. The assertions return the status.
+    """The result of a restore of a `DTensorCheckpoint`.
 
-    They are about the objects and what they have got from the checkpoint by the time of the call.
+    An assertion checks which objects have got their values from the checkpoint by the time of the call, and returns the
+    status.
 
     Args:
         target: The node that was restored.
@@ -176,7 +177,8 @@ class RestoreStatus:
         """Check that the checkpoint has everything that the objects have, and nothing else.
 
         Raises:
-            RestoreMismatchError: It has not, or nothing was restored. It is an `AssertionError`, too.
+            RestoreMismatchError: Checkpoint and objects do not match, or nothing was restored. The error is an
+                `AssertionError`, too.
         """
         return self._check(self.missing, self.unexpected)
 
@@ -184,7 +186,8 @@ class RestoreStatus:
         """Check that the checkpoint has everything that the objects have; it may have more.
 
         Raises:
-            RestoreMismatchError: It has not, or nothing was restored. It is an `AssertionError`, too.
+            RestoreMismatchError: Checkpoint and objects do not match, or nothing was restored. The error is an
+                `AssertionError`, too.
         """
         return self._check(self.missing, ())
 
@@ -192,7 +195,7 @@ class RestoreStatus:
         """Check that an object has got something from the checkpoint, other than the save counter.
 
         Raises:
-            RestoreMismatchError: None has, or nothing was restored. It is an `AssertionError`, too.
+            RestoreMismatchError: No object has, or nothing was restored. The error is an `AssertionError`, too.
         """
         self._validate_restored()
         if self._restoration is not None and not self._restoration.matched() - {self._counter}:
@@ -209,7 +212,7 @@ class RestoreStatus:
         return self
 
     def validate_settled(self) -> None:
-        """Refuse a save that would lose what the restore passed over, until the caller has accepted that.
+        """Refuse a save that would lose parts that the restore passed over, until the caller has accepted the mismatch.
 
         Raises:
             RestoreMismatchError: The checkpoint has parts that no object has taken, or an object of the time of the
@@ -227,7 +230,7 @@ class RestoreStatus:
             )
 
     def mismatch(self) -> str:
-        """Return in words what does not match; empty if the caller has accepted that, or all matched at first."""
+        """Return the mismatch in words; empty if the caller has accepted it, or all matched at first."""
         return "" if self._is_accepted else self._describe(self.missing, self.unexpected)
 
     def _check(self, missing: tuple[str, ...], unexpected: tuple[str, ...]) -> RestoreStatus:

@@ -88,7 +88,7 @@ class PartFile:
             return False
 
     def is_replaced(self) -> bool:
-        """Whether another file is at its path. Raises: FileNotFoundError: None is."""
+        """Whether another file is at its path. Raises: FileNotFoundError: No file is."""
         found = self.path.stat()
         return (found.st_dev, found.st_ino) != self._identity
 
@@ -129,7 +129,7 @@ class HostFolder:
             (self._files / _SPARE).make()
             if not (self.path / _JOB).exists():
                 facts = json.dumps({"root": self._root, "token": secrets.token_hex(8)})
-                # All processes read the first one's token. Without hard links they read none.
+                # All processes read the first process's token. Without hard links they read none.
                 with suppress(OSError):
                     self._files.create(_JOB, facts.encode())
 
@@ -192,7 +192,7 @@ class HostFolder:
             return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
     def restores(self) -> dict[str, int]:
-        """Return how often each save was restored, by its name; those that are gone are left out."""
+        """Return how often each save was restored, by its name; without the saves that are gone."""
         try:
             facts = json.loads((self.path / _RESTORES).read_bytes())
             return {str(name): int(count) for name, count in facts.items() if (self.path / name).is_dir()}
@@ -221,7 +221,7 @@ class HostFolder:
         """Return a file to be filled, of at least so many bytes.
 
         Raises:
-            StorageFullError: It does not fit into the tier.
+            StorageFullError: The file does not fit into the tier.
             StorageError: The tier cannot be written.
         """
         with self._lock:

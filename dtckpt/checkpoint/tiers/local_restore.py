@@ -145,7 +145,7 @@ def copy_anew(session: TierSession, held: HeldSave, damaged: Collection[PartCopy
     Args:
         session: The tier.
         held: The save.
-        damaged: The copies that were found damaged. They are replaced, if there is another one of the part.
+        damaged: The copies that were found damaged. A damaged copy is replaced, if there is another copy of the part.
     """
     joined, folder, replicator, save = session.joined, session.folder, session.replicator, held.save
     own = joined.own_host

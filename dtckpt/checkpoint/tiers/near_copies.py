@@ -10,7 +10,7 @@ file of one of its clients, behind that client's part::
     host b    client 2   | part: w[8:12]      |  near copies: norm |
               client 3   | part: w[12:16]     |
 
-No host counts on the near copies of another one: they are not sent to partners, and a step is whole without them.
+No host counts on the near copies of another host: they are not sent to partners, and a step is whole without them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def near_copies(plan: SavePlan, client: int, neighbours: tuple[int, ...]) -> Nea
     Args:
         plan: The plan of all clients.
         client: The client.
-        neighbours: The clients of its host, ascending, with itself. They take turns.
+        neighbours: The clients of its host, ascending, with itself. The clients take turns.
     """
     on_host = frozenset(neighbours)
     # Tensors of the same layout and shape have the same holdings, as one object.

@@ -19,7 +19,7 @@ SPAN_NBYTES = 256 << 10
 
 
 def piece_seed(name: str, region: Region) -> int:
-    """Return the seed of a piece's digest. It binds the digest to tensor and box: two that change places differ."""
+    """Return the seed of a piece's digest. The seed depends on tensor and box, so swapped pieces differ."""
     return xxhash.xxh3_64_intdigest(f"{name}\0{region.offset}{region.shape}".encode())
 
 
@@ -38,7 +38,7 @@ def elements_of(data: memoryview, piece: PartPiece, dtype: np.dtype[Any]) -> np.
 
 
 def validate_part(data: memoryview, index: PartIndex) -> None:
-    """Check every piece of a part. Raises: CheckpointCorruptError: One has changed."""
+    """Check every piece of a part. Raises: CheckpointCorruptError: A piece has changed."""
     for number in range(len(index.pieces)):
         verified_elements(data, index, number)
 
@@ -47,7 +47,7 @@ def verified_elements(data: memoryview, index: PartIndex, number: int) -> np.nda
     """Return a view of a piece's elements.
 
     Raises:
-        CheckpointCorruptError: They have changed since the save.
+        CheckpointCorruptError: The elements have changed since the save.
     """
     piece = index.piece(number)
     tensor = index.tensors[piece.tensor]
@@ -71,7 +71,7 @@ class OpenPart:
 
     Raises:
         FileNotFoundError: The part is not here.
-        CheckpointCorruptError: It cannot be read, or its index is damaged.
+        CheckpointCorruptError: The part cannot be read, or its index is damaged.
     """
 
     def __init__(self, folder: HostFolder, save: SaveId, client: int, index: PartIndex | None = None) -> None:

@@ -19,26 +19,26 @@ class LocalTier:
 
     Args:
         path: A directory of this host that outlives the processes: below ``/dev/shm``, a mounted tmpfs, or a local
-            disk. All clients of a host pass the same one.
+            disk. All clients of a host pass the same directory.
         every_steps: A step that is a multiple of this is saved in the tier.
-        copies: How many hosts hold each part of a step, the one that saved it among them.
-        keep: How many steps the tier keeps. While copies of the newest ones are missing, it also keeps the newest step
-            that has all of its copies.
-        near_copies: Whether a host keeps a copy of each value that its clients have and clients of other hosts save, as
-            the weights of norms, and most values under HSDP and DDP. Hosts that come back then read nothing from each
-            other. A save copies these values, too, and the tier has to have memory for them.
+        copies: How many hosts hold each part of a step, the host that saved it among them.
+        keep: How many steps the tier keeps. While copies of the newest steps are missing, it also keeps the newest
+            step that has all of its copies.
+        near_copies: Whether a host keeps a copy of each value that its clients have and clients of other hosts save.
+            Examples are the weights of norms, and most values under HSDP and DDP. Hosts that come back then read
+            nothing from each other. A save copies these values, too, and the tier has to have memory for them.
         max_nbytes: Bound on the bytes below ``path`` that the clients of one host take together, copies for other hosts
             included. A save that would exceed it is skipped. Default: no bound but the space that there is.
         max_rate: Bound on the bytes per second that a client sends to other hosts. Default: none.
         max_root_rate: Bound on the bytes per second that a client writes to the root. Default: none.
         link_rate: Bytes per second that hosts are expected to send to each other. Below a quarter of it a warning names
             the host: copies may take another network than they should; see ``address``. Default: no warning.
-        max_restores: How often a step is restored from the tier without a newer one being saved after it. Then it is
-            passed over: a state that fails soon after its restore, as by NaN, is not tried for ever. Default: no bound.
+        max_restores: How often a step is restored from the tier before a newer step is saved. Then the step is passed
+            over: a state that fails soon after its restore, as by NaN, is not tried for ever. Default: no bound.
         host: Name of this host. Default: the variable ``DTCKPT_HOST``, else its host name.
         domain: The part of the cluster that fails as one, as a rack or a power supply; copies lie in other domains
             where there are others. Default: the variable ``DTCKPT_DOMAIN``, else each host is a separate domain.
-        address: Address of this host at which the others reach it. Default: the one from which it reaches
+        address: Address at which other hosts reach this host. Default: the address from which this host reaches
             ``MASTER_ADDR``.
         timeout_s: Longest wait for an answer of another host, in seconds.
 

@@ -84,7 +84,7 @@ class Peer:
             return self._answer_to(connection).read()
 
     def text(self, digest: int) -> bytes:
-        """Return a text that the client keeps. Raises: CheckpointCorruptError: It is another one."""
+        """Return a text that the client keeps. Raises: CheckpointCorruptError: Its digest differs."""
         data = self._get(f"/v1/texts/{digest}", "read a description")
         if bytes_digest(data) != digest:
             raise CheckpointCorruptError(f"host {self.host}: a description is not the one that its client announced")
@@ -166,7 +166,7 @@ def _send(
 
 
 def own_address() -> str:
-    """Return the address at which other hosts reach this one: the one from which it reaches ``MASTER_ADDR``."""
+    """Return the address at which other hosts reach this host: the address from which it reaches ``MASTER_ADDR``."""
     master = os.environ.get("MASTER_ADDR") or "localhost"
     try:
         family, kind, _, _, to = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]

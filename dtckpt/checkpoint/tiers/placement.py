@@ -2,8 +2,8 @@
 
 Hosts stand in groups of as many as there are copies, and each holds the parts of all of its group. Hosts are sorted by
 domain and dealt into rows, and a column is a group. So hosts of one domain, as a rack, never hold a group together,
-unless the domain has more hosts than a row. Where the copies do not divide the hosts, the last ones form a ring, in
-which each holds the parts of those before it::
+unless the domain has more hosts than a row. Where the copies do not divide the hosts, the last hosts form a ring,
+in which each host holds the parts of the hosts before it::
 
     hosts 0 1 2 3 4 5, two copies            hosts 0 1 2 3 4, two copies
         row      0 1 2                           row      0 1 2
@@ -34,7 +34,7 @@ class Placement:
 
     Args:
         domains: The hosts, and the domain of each.
-        copies: How many hosts hold each part, the one that saved it among them.
+        copies: How many hosts hold each part, the host that saved it among them.
         groups: Groups of that many hosts.
         ring: The hosts that form the ring; empty if there is none.
     """

@@ -33,7 +33,7 @@ _SAVE_NAME = re.compile(r"(\d{20})-(\d{1,18})-(\d{1,9})-([01])-([0-9a-f]{8})-([0
 
 @dataclass(frozen=True, slots=True, order=True)
 class SaveId:
-    """The identity of a local save. A greater one is newer.
+    """The identity of a local save. A save of greater identity is newer.
 
     Args:
         number: Nanoseconds since the epoch when the save began, by the clock of client 0; greater than the number of
@@ -158,7 +158,7 @@ class PartIndex:
 
     @classmethod
     def from_bytes(cls, file: bytes) -> PartIndex:
-        """Read an index file. Raises: CheckpointCorruptError: It is damaged."""
+        """Read an index file. Raises: CheckpointCorruptError: The file is damaged."""
         digest, data = file[:8], file[8:]
         if len(digest) < 8 or bytes_digest(data) != int.from_bytes(digest, "big"):
             raise CheckpointCorruptError("the index of a part is damaged: its digest differs")
@@ -184,7 +184,7 @@ class PartIndex:
             raise CheckpointCorruptError(f"the index of a part cannot be read: {error}") from error
 
     def _validate(self) -> None:
-        """Check that each piece lies in its tensor and in the file. Raises: ValueError: One does not."""
+        """Check that each piece lies in its tensor and in the file. Raises: ValueError: A piece does not."""
         if not 0 <= self.client < self.save.num_clients or self.nbytes < 0:
             raise ValueError(f"it is of client {self.client}, with {self.nbytes} bytes")
         wholes = [(Region.full(tensor.shape), DTYPES[tensor.dtype].itemsize) for tensor in self.tensors]

@@ -53,7 +53,7 @@ class Copy:
         peers: The servers of the hosts that get it.
         done: Called when the part is sent, or given up.
         acknowledged: Called when all the hosts have acknowledged it.
-        is_agreed: Whether all clients send their parts of this save, so that a newer one does not take its place.
+        is_agreed: Whether all clients send their parts of this save, so that a newer save does not take its place.
     """
 
     save: SaveId

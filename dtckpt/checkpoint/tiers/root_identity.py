@@ -1,7 +1,7 @@
 """The identity of a root of durable checkpoints: the file ``.dtckpt-root``, with a random number.
 
 A local save has it in its name. So the saves of a job whose root was deleted are not mistaken for saves of the next job
-at the same path. They are listed, never restored, and never removed.
+at the same path. Saves of the deleted root are listed, never restored, and never removed.
 
 A root gets its identity with the first save, from client 0, when it has the right to change the root. The file also
 says at which path: a root that was copied or moved there is another root, and gets a new number.

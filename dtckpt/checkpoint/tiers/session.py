@@ -67,7 +67,7 @@ class Joined:
 
     @property
     def life(self) -> str:
-        """Name of the time from joining to closing, which no other one has; the same on all clients."""
+        """Unique name of the time from joining to closing; the same on all clients."""
         return f"{bytes_digest(self.token.encode()):016x}"
 
     @property
@@ -212,7 +212,7 @@ class TierSession:
         try:
             self.folder.make()
         except DtckptError as error:
-            # Other hosts may hold the parts that this one lacks. Its own saves will be refused, with the reason.
+            # Other hosts may hold the parts that this host lacks. Its own saves will be refused, with the reason.
             logger.warning("host %s: %s", self.tier.host_name, error)
         self.folder.remove_spare_of_the_dead()
         address = self.tier.address or own_address()

@@ -1,6 +1,6 @@
 """The status of a job's local tier, as client 0 keeps it in the root for people: ``.dtckpt-tiers.json``.
 
-It says which hosts there are and, for each save, which hosts hold each part. So every reader of the root can ask which
+The file names all hosts and, for each save, the hosts that hold each part. So every reader of the root can ask which
 step would come back if some hosts died now, also while they are dead.
 """
 

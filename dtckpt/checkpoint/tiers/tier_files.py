@@ -331,7 +331,7 @@ class TierFiles(CheckpointFiles):
         ) from failure
 
     def _count(self, host: str | None, nbytes: int) -> None:
-        """Count bytes from another host, or from this one."""
+        """Count bytes from another host, or from this host."""
         with self._lock:  # reads run in several threads
             if host is None:
                 self.traffic.local += nbytes
@@ -392,7 +392,7 @@ class TierCheckpoint(Checkpoint):
     Args:
         files: Its parts.
         path: Its directory on this host.
-        is_remote: Whether other hosts hold parts that this one lacks.
+        is_remote: Whether other hosts hold parts that this host lacks.
     """
 
     def __init__(self, files: TierFiles, path: Path, *, is_remote: bool) -> None:
