@@ -122,8 +122,8 @@ class Call:
         function: The function or class; a `Global`, unless the pickle is hostile.
         arguments: The arguments of the call.
         keywords: Its keyword arguments.
-        state: What the object would be told to take as its state; None if nothing.
-        items: What would be appended to it.
+        state: The state that the object would be told to take; None without such a step.
+        items: Items that would be appended to it.
         pairs: Keys and values that would be set in it.
     """
 
@@ -151,7 +151,7 @@ class Persistent:
     """An object outside the pickle, such as a tensor's storage.
 
     Args:
-        key: By what the pickle refers to it.
+        key: The key by which the pickle refers to it.
     """
 
     key: Any

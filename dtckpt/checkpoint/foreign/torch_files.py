@@ -119,7 +119,7 @@ class TorchStream:
     """A file of ``torch.save``, or a part of a file.
 
     Args:
-        zip: What it holds.
+        zip: Its records.
         file: Name of the file.
         offset: Its first byte in the file.
     """
@@ -166,7 +166,7 @@ def _piece(view: StorageView, region: Region, file: str, start: int, crc: int) -
         region: The box that it is of its tensor.
         file: Name of the file.
         start: Position of the view's storage in the file.
-        crc: CRC of the storage; 0 if none was taken.
+        crc: CRC of the storage; 0 if PyTorch took no CRC.
     """
     checked = CheckedBytes(start, view.storage_nbytes, crc) if crc else None
     strides = None if view.strides == c_strides(view.shape) else view.strides
@@ -222,7 +222,7 @@ def open_stream(
     *,
     budget: ReadBudget | None = None,
 ) -> TorchStream:
-    """Read what a stream of ``torch.save`` holds beside elements. Blocks: on storage.
+    """Read a stream of ``torch.save``, but for the elements. Blocks: on storage.
 
     Args:
         folder: The folder that the file is in.

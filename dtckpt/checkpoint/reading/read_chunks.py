@@ -143,7 +143,7 @@ class BlockReader:
         """
         entry, part = self._entry, self._part
         count, step = part.rows.count, part.rows.block
-        # A chunk of one block has no digests of blocks: its digest is that of its bytes.
+        # A chunk of one block has no digests of blocks, but a digest of its bytes.
         if part.is_whole and count <= step:
             return digest_of_data(entry.name, part.index, self._read(0, count)), []
         digests: list[int] = []
