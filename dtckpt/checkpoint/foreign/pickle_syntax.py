@@ -248,7 +248,7 @@ class _Machine:
         self.pop_marked()
 
     def skip_frame(self) -> None:
-        """Pass over the length of a frame, which only helps those who read from a file."""
+        """Pass over the length of a frame, which only helps a reader of a file."""
         self.position += 8
 
     def mark(self) -> None:

@@ -193,7 +193,7 @@ class PieceFiles(CheckpointFiles):
             pool: ThreadPoolExecutor | None = None
             try:
                 for batch, nbytes in _batches(reads):
-                    # A smaller one is the only one, or the last.
+                    # A smaller batch is the only batch, or the last.
                     if threads == 1 or nbytes < BATCH_NBYTES:
                         yield self._read_batch(batch, scratch)
                         continue

@@ -246,7 +246,7 @@ def open_stream(
 
 
 def _with_windows(read: Read, nbytes: int) -> Read:
-    """Return a function that reads as another one does, and that reads both ends of the file only once.
+    """Return a function that reads as `read` does, but reads both ends of the file only once.
 
     Args:
         read: Reads the file.
@@ -273,7 +273,7 @@ class PieceLocator:
 
     Args:
         folder: The folder that the files are in.
-        read: Reads bytes from a position to another one of a file; None: ``folder.read``.
+        read: Reads bytes from a position to another position of a file; None: ``folder.read``.
     """
 
     def __init__(self, folder: Folder, read: Callable[[str, int, int], bytes] | None = None) -> None:

@@ -50,7 +50,7 @@ _OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
 _OLD_NBYTES = 262
 
 Read = Callable[[int, int], bytes]
-"""Returns the bytes of a file from a position to another one; fewer where the file ends before."""
+"""Returns the bytes of a file from a position to another position; fewer where the file ends before."""
 
 
 @dataclass(frozen=True, slots=True)

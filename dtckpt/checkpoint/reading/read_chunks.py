@@ -214,7 +214,7 @@ def from_span(entry: ArrayEntry, part: ChunkPart, data: bytes | np.ndarray[Any, 
     elements = np.frombuffer(data, DTYPES[entry.stored_dtype])
     if dim is None:
         return elements.reshape(())
-    # Dims before the one that is cut into blocks have size 1, so rows lie behind each other.
+    # Dims before the dim that is cut into blocks have size 1, so rows lie behind each other.
     elements = elements.reshape(*shape[:dim], -1, *stored[dim + 1 :])
     if shape[dim + 1 :] == stored[dim + 1 :]:
         return elements

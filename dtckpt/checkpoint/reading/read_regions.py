@@ -141,7 +141,7 @@ class RegionReader:
                         finish_oldest()
                     self._start(read)
                     work: Callable[[], int] = partial(self._finish, read, scratch)
-                    # A read that is alone in the queue runs in this thread, which would only wait for another one.
+                    # A read that is alone in the queue runs in this thread, which would only wait for another thread.
                     if threads > 1 and pending and read.value is not None and part.nbytes >= LARGE_NBYTES:
                         if pool is None:
                             pool = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="dtckpt-reads"))

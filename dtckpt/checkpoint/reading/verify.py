@@ -48,7 +48,7 @@ class VerifiableCheckpoint(Protocol):
         ...
 
     def cause_of(self, error: CheckpointError) -> CheckpointError:
-        """Return the error, or another one if a save has replaced the checkpoint since it was opened."""
+        """Return the error, or another error if a save has replaced the checkpoint since it was opened."""
         ...
 
 
