@@ -188,7 +188,7 @@ class PendingWork:
         deque(self.arrivals(), maxlen=0)
         while self._works:
             self._wait_for(self._works.pop())
-        self._on_abandon = _no_op  # the old one holds the messages
+        self._on_abandon = _no_op  # the old callback holds the messages
         if self._on_done is not None:
             on_done, self._on_done = self._on_done, None
             on_done()

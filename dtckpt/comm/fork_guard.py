@@ -14,7 +14,7 @@ from dtckpt.errors import ForkedProcessError
 
 _is_used = False
 _parent = 0
-"""The process from which this one was forked and which uses checkpoints; 0: there is none."""
+"""The process that uses checkpoints and from which this process was forked; 0: there is none."""
 
 
 def claim_process() -> None:

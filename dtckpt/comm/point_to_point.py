@@ -193,7 +193,7 @@ class Handshake:
         self._probe = ctypes.create_string_buffer(secrets.token_bytes(_PROBE_NBYTES), _PROBE_NBYTES)
         address = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
-        # The client with the lower rank listens, the other one connects.
+        # The client with the lower rank listens, the other client connects.
         if dist.get_rank() < client and any(self._host):
             self._listener = _socket()
             self._listener.bind(_socket_name(address))

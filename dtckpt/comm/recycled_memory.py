@@ -47,7 +47,7 @@ class RecycledMemory:
 
 
 class _Loan:
-    """What arrays of lent memory refer to as their base: it lives as long as one of them."""
+    """The base of the arrays of lent memory: it lives as long as one of them."""
 
     def __init__(self, memory: np.ndarray[Any, Any]) -> None:
         self.__array_interface__ = memory.__array_interface__

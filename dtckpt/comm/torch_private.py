@@ -130,7 +130,7 @@ rebuild_tensor_v3: Any = torch._utils._rebuild_tensor_v3
 
 
 set_storage: Any = torch._functionalize_unsafe_set
-"""Gives a tensor the storage of another one; its sizes, strides and offset stay."""
+"""Gives a tensor the storage of another tensor; its sizes, strides and offset stay."""
 
 
 def _storage_of(tensor: torch.Tensor) -> Any:

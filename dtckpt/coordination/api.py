@@ -236,7 +236,7 @@ class TaskStatus:
     incarnation: int = 0
     heartbeat_age_s: float | None = None
     progress: Progress = Progress()
-    # Apart from the heartbeat's age, as heartbeats go on while a client is stuck: this one tells slow from hung.
+    # Apart from the heartbeat's age, as heartbeats go on while a client is stuck: this age tells slow from hung.
     progress_age_s: float | None = None
     host: str = ""
     name: str = ""

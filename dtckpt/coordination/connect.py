@@ -166,8 +166,8 @@ def initialize_multi_client(
     Blocks: On the slowest client then, at most 5 minutes.
 
     Args:
-        coordinator: ``host:port`` of a running ``dtckpt-coordinator serve``; default: the one that the environment
-            names (`dtckpt.coordination.discovery`), else the store of `torch.distributed`.
+        coordinator: ``host:port`` of a running ``dtckpt-coordinator serve``; default: the coordinator that the
+            environment names (`dtckpt.coordination.discovery`), else the store of `torch.distributed`.
         enable_coordination_service: Register this client now, so that the others know of it and notice its loss. False:
             it registers when something first needs that, as a save does, or making the process group through the
             coordinator.

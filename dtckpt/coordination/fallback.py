@@ -97,7 +97,7 @@ class FallbackCoordination:
 
     def _look(self) -> None:
         """Follow the decision, if there is one."""
-        # Asked at the store even while the coordinator answers this client: another one may be cut off from it.
+        # Asked at the store even while the coordinator answers this client: another client may be cut off from it.
         if not self._reason and (reason := self._secondary.recorded(_KEY)):
             self._switch(reason)
 

@@ -32,7 +32,7 @@ class HeartbeatStream:
 
     Args:
         beat: Makes the heartbeat of a sequence number.
-        interval_s: Seconds between two heartbeats; also the longest time that the answer to one may take.
+        interval_s: Seconds between two heartbeats; also the longest time that the answer to a heartbeat may take.
         clock: Monotonic seconds.
     """
 

@@ -19,7 +19,7 @@ _calls: dict[Member, BarrierCalls] = {}
 
 
 def incarnation() -> int:
-    """Return this process's random id; a forked process has another one."""
+    """Return this process's random id; a forked process has another id."""
     return _incarnation(os.getpid())
 
 

@@ -18,8 +18,8 @@ The same two ordinals may mean two things. Here all clients come to a save, clie
 
 Three signs tell the two apart:
 
-* A client knows that it, or the others, went on alone. One of its calls ended without a verdict, or with a verdict that
-  names it as lost or missing. Then the counts are right, and the client with the lower ordinal is behind.
+* A client knows that it, or the others, went on alone. A call of the client ended without a verdict, or with a verdict
+  that names the client as lost or missing. Then the counts are right, and the client with the lower ordinal is behind.
 * With steps: clients that are behind a second time in succession, and no others with them, are really behind.
 * Waiting: the others wait for a client that is behind. A client that came no closer, in a time in which a client that
   is behind would have, had skipped.

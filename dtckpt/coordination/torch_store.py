@@ -160,8 +160,8 @@ class TorchStoreCoordination:
     def _claim_place(self, store: StoreConnection) -> _Heartbeat:
         """Make this process's heartbeat the heartbeat of the client; return it.
 
-        Another process may hold the place. If its heartbeat changes while this one watches, it is alive and this one is
-        fenced. If it is unchanged for the heartbeat timeout, or says goodbye, this one replaces it.
+        Another process may hold the place. If its heartbeat changes while this process watches, it is alive and this
+        process is fenced. If it is unchanged for the heartbeat timeout, or says goodbye, this process replaces it.
         """
         key, own = _heartbeat_key(self.member.client), _Heartbeat(self.member.incarnation, report=self._calls.report)
         deadline = self._clock() + self.heartbeat_timeout_s
@@ -410,7 +410,7 @@ class TorchStoreCoordination:
             name: The barrier at which ``client`` waits.
         """
         other = self._rounds.latest(store, name, "") if name != round_.name else None
-        # Deadlocked: that client has arrived at the other round, and this one is a participant that has not.
+        # Deadlocked: that client has arrived at the other round, and this client is a participant that has not.
         if other is None or self.member.client not in other.header.participants:
             return None
         if store.has(*other.arrival_keys(self.member.client)) or not store.has(*other.arrival_keys(client)):

@@ -1,4 +1,4 @@
-"""Compression of chunks: the codecs of Zarr v3 that a checkpoint may use, and bounds on what they decode to.
+"""Compression of chunks: the codecs of Zarr v3 that a checkpoint may use, and bounds on the decoded size.
 
 Digests are over the elements, so they do not depend on the codec. A compressed chunk can only be read whole.
 """
@@ -31,7 +31,7 @@ def codec_documents(codec: str, itemsize: int) -> list[dict[str, Any]]:
     """Return the ``codecs`` of an array's ``zarr.json`` (Zarr v3 specifications of `bytes`, `zstd`, `blosc`)."""
     documents: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if codec == "zstd":
-        # No checksum of its own: every read compares the digest of the elements.
+        # The codec needs no checksum: every read compares the digest of the elements.
         documents.append({"name": "zstd", "configuration": {"level": 3, "checksum": False}})
     elif codec == "blosc":
         # Exponents of weights are alike, mantissas are noise: equal bit positions compress better side by side.
@@ -93,7 +93,7 @@ def zstd_bound(data: bytes) -> int:
             while not is_last:
                 header = data[position] | data[position + 1] << 8 | data[position + 2] << 16
                 is_last, kind, size = bool(header & 1), header >> 1 & 3, header >> 3
-                # A repeated block stores one byte; a compressed one states no size, but has a greatest one.
+                # A repeated block stores one byte; a compressed block states no size, but its size is bounded.
                 position += 3 + (1 if kind == _REPEATED else size)
                 total += size if kind in (_RAW, _REPEATED) else _ZSTD_BLOCK_NBYTES
             # The checksum, if there is one.

@@ -3,7 +3,7 @@
 The manifest holds such a container as ``{"type": [name, argument, node]}``: a name of the table `CONTAINERS`, never of
 a class; one more argument that rebuilds it, as JSON; and its items as a node of kind ``dict`` or ``list``.
 
-Named tuples and dataclasses have classes of their own, which only code could rebuild. So the manifest has the names of
+Named tuples and dataclasses have classes that only code could rebuild. So the manifest has the names of
 their fields, and a restore fills the fields of its target by name. Without a target they come back as a stand-in. So do
 tensors of wrapper subclasses (`TensorParts`).
 
@@ -33,7 +33,7 @@ class ClientValues(dict[int, Any]):
     passes a `dtckpt.PerClient`.
 
     Args:
-        values: By number of the client, from 0, its value. Clients that passed none are left out.
+        values: By number of the client, from 0, its value. Clients that passed no value are left out.
         num_clients: The number of clients of the save; default: of the values.
 
     Raises:
@@ -71,7 +71,7 @@ def has_parts(value: object) -> bool:
 class TensorParts(dict[str, Any]):
     """The parts of a tensor of a wrapper subclass, by name; it stands for the tensor where its class is not known.
 
-    Such a subclass, for example one of torchao's, has no elements of its own. PyTorch's `__tensor_flatten__` returns
+    Such a subclass, for example one of torchao's, holds no elements itself. PyTorch's `__tensor_flatten__` returns
     the names of its inner tensors and a context. A checkpoint stores the inner tensors, named ``tensor/inner``, and the
     context, which must be a tree of plain values.
 
@@ -82,7 +82,7 @@ class TensorParts(dict[str, Any]):
         parts: The inner tensors, by name.
         kind: Name of the subclass.
         shape: The shape of the tensor.
-        context: What `__tensor_flatten__` returned beside the names.
+        context: The context that `__tensor_flatten__` returned beside the names.
     """
 
     __slots__ = ("context", "kind", "shape")

@@ -10,7 +10,7 @@ A CRC, apart from its initial value and its last inversion, is linear over GF(2)
 * n zero bytes behind multiply the CRC by ``x**(8 n)`` modulo the polynomial (as `zlib`'s ``crc32_combine`` does).
 
 So a region has a *share* in its tensor's digest: the CRC of the tensor with zeros everywhere else. The exclusive or of
-the shares of disjoint regions is the share of all of them together, and that of a whole tensor gives its digest. Two
+the shares of disjoint regions is the share of their union, and the share of a whole tensor gives its digest. Two
 checkpoints of one state have equal digests on any two meshes.
 
 A region's bytes lie in its tensor as *runs* at regular distances. For shape (4, 6), one byte per element, and the
@@ -68,7 +68,7 @@ def content_share(elements: np.ndarray[Any, Any], shape: tuple[int, ...], region
         return 0
     runs = _Runs.of(shape, region, elements.itemsize)
     is_copied = runs.filled is not None or runs.nbytes < _RUN_NBYTES or not elements.flags.c_contiguous
-    # Too much to copy at once: the shares of two halves make up that of the region.
+    # Too much to copy at once: the shares of two halves give the region's share.
     if is_copied and elements.nbytes // runs.nbytes * runs.copied_nbytes > _PART_NBYTES and elements.size > 1:
         halves = ((elements[half.relative_to(region).slices()], shape, half) for half in _halves(region))
         first, second = itertools.starmap(content_share, halves)
@@ -106,7 +106,7 @@ def content_digest(share: int, shape: tuple[int, ...], itemsize: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _frame(nbytes: int) -> int:
-    """Return what the CRC's initial value and its last inversion add, for a message of so many bytes."""
+    """Return the part of the CRC of so many bytes that comes from its initial value and last inversion."""
     return _shifted(_ONES, nbytes) ^ _ONES
 
 
@@ -193,7 +193,7 @@ def _many_crcs(data: _Bytes, nbytes: int) -> _Shares:
 
 
 def _folded(shares: _Shares, stride: int) -> _Shares:
-    """Join shares along the last dim, pair by pair, until one is left.
+    """Join shares along the last dim, pair by pair, until a single share remains.
 
     Args:
         shares: Shares whose last dim numbers runs.

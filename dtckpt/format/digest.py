@@ -96,7 +96,7 @@ def digest_chunk(
 
 
 def digest_of_blocks(name: str, index: tuple[int, ...], digests: Sequence[int] | np.ndarray[Any, Any]) -> int:
-    """Return the digest of a chunk from those of its blocks."""
+    """Return the digest of a chunk, made from the digests of its blocks."""
     return digest_of_data(name, index, np.asarray(digests, _DIGEST).data)
 
 

@@ -172,7 +172,7 @@ def common_dtype(first: np.dtype[Any], second: np.dtype[Any]) -> np.dtype[Any]:
         return first
     if not {first.kind, second.kind} - set("biu") and (common := np.promote_types(first, second)).kind in "iu":
         return common
-    # The mantissa of a float64 has 53 bits; that of a long double holds all integers of 64 bits, where Linux runs.
+    # The mantissa of a float64 has 53 bits; a long double holds all integers of 64 bits, where Linux runs.
     is_long = any(dtype.kind in "iu" and dtype.itemsize == 8 for dtype in (first, second))
     if "c" in (first.kind, second.kind):
         return np.dtype(np.clongdouble if is_long else np.complex128)

@@ -34,7 +34,7 @@ from dtckpt.layout.mesh import Mesh
 FORMAT_VERSION = 1
 MANIFEST_NAME = "dtckpt.manifest"
 MAX_MANIFEST_NBYTES = 512 << 20
-"""Bytes of the manifest of a petabyte in chunks of 16 MiB; a longer one is neither written nor read."""
+"""Bytes of the manifest of a petabyte in chunks of 16 MiB; a longer manifest is neither written nor read."""
 # Clients that restore tell each other this token, in a barrier's payload, which is bounded, too.
 MAX_ATTEMPT_CHARS = 1024
 BLOCKS_NAME = "dtckpt.blocks"
@@ -277,15 +277,13 @@ class Manifest:
                 f"manifest {origin} is of a newer format; got version {envelope.format_version}, expected at most "
                 f"{FORMAT_VERSION}; upgrade dtckpt"
             )
-        # Version 0 is what protobuf returns for a field that is absent, as in an empty file, which parses without
-        # error.
+        # Protobuf returns version 0 for a field that is absent, as in an empty file, which parses without error.
         if envelope.format_version == 0 or bytes_digest(envelope.manifest) != envelope.digest:
             raise CheckpointCorruptError(
                 f"manifest {origin} is damaged: its digest does not match; restore another step"
             )
         try:
-            # A digest can be computed by anybody, so from here on every number is checked before something is made of
-            # it.
+            # A forged manifest can have the right digest, so from here on every number is checked before it is used.
             message = checkpoint_pb2.Manifest.FromString(envelope.manifest)
             # Meshes are large, and each is there for some tensor.
             if len(message.meshes) > len(message.tensors):
@@ -412,11 +410,11 @@ def _entry(
         IndexError: It names a mesh that the manifest does not have.
     """
     name, path = message.name, message.path
-    # A path of its own choice could lead a reader to another tensor's chunks.
+    # A forged path could lead a reader to another tensor's chunks.
     if not is_path_of(path, name):
         raise ValueError(f"array {path!r} does not belong to tensor {name!r}")
     content = message.content if message.HasField("content") else None
-    # What is left is equal for all tensors of a kind, byte by byte, and so is parsed once.
+    # The other fields are equal for all tensors of a kind, byte by byte, and so are parsed once.
     for field_name in ("name", "path", "digests", "content"):
         message.ClearField(field_name)
     key = message.SerializeToString()

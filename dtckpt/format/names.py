@@ -33,8 +33,8 @@ _COMMON = re.compile(f"{_COMMON_SEGMENT}(?:/{_COMMON_SEGMENT})*")
 """Matches only names that are valid and stored as they are: most of them, not all. It spares the full check."""
 _SEGMENTS_OF_KEYS = {"": "%", ".": "%2E", "..": "%2E%2E"}
 DCP_METADATA_NAME = ".metadata"
-"""The file by which PyTorch finds a distributed checkpoint. The plug-in for PyTorch writes one of its own beside a
-checkpoint of ours (`dtckpt.checkpoint.foreign.dcp_metadata`)."""
+"""The file by which PyTorch finds a distributed checkpoint. The plug-in for PyTorch also writes this file beside
+a checkpoint of this library (`dtckpt.checkpoint.foreign.dcp_metadata`)."""
 SELF_SEGMENT = "%self"
 """Last path segment of an array whose name is also a folder of others; no encoded segment can equal it."""
 
@@ -78,7 +78,7 @@ def validate_name(name: str) -> None:
 
 
 def name_of_key(key: str) -> str:
-    """Return what stands for a key of a state tree in the names of tensors: mostly the key itself.
+    """Return the form of a state tree's key in the names of tensors: mostly the key itself.
 
     A key may be any text, as the path of a file. Of its segments those that no name can have are replaced: an empty one
     by ``%``, and the dots of ``.`` and ``..`` by ``%2E``.

@@ -138,7 +138,7 @@ def encode_value(value: Any, where: str) -> Node:
 
     Raises:
         TreeError: The value is an integer of too many digits, a set that holds other than plain values, a date with a
-            time zone of its own, or a member of an enum that its name does not give back.
+            time zone that has rules or a name, or a member of an enum that its name does not give back.
     """
     return (_encoder_of(type(value)) or _encode_enum)(value, where)
 
@@ -155,7 +155,7 @@ def encode_hashable(value: Any, where: str) -> Node:
     """
     if type(value) is tuple:
         return {"tuple": [encode_hashable(item, where) for item in value]}
-    # Nor enums: what stands for a member where its class is not known would not be found under the member itself.
+    # Nor enums: without the class of a member, a stand-in would be the key, and the member would not find it.
     # A stream has no value to be found under: two of the same bytes are not equal.
     if _encoder_of(type(value)) is None or type(value) in (frozenset, EnumMember, io.BytesIO):
         cure = "pass its name" if isinstance(value, enum.Enum) else f"expected {SCALARS}, or a tuple of those"
@@ -259,7 +259,7 @@ def decode_value(kind: str, content: Any) -> Any:
 
 
 def peek_value(kind: str, content: Any) -> Any:
-    """Return a plain value as `decode_value` does, or where PyTorch is not loaded, what stands for a value of its.
+    """Return a plain value as `decode_value` does; without PyTorch loaded, a stand-in for a value of PyTorch.
 
     So a process that only looks at a checkpoint need not load PyTorch. Raises: as `decode_value`.
     """
@@ -382,7 +382,7 @@ def refusal(value: Any, where: str, verb: str = "save") -> TreeError:
     Args:
         value: The object.
         where: Its path in the tree.
-        verb: What cannot be done with it, for the message.
+        verb: The action that is refused, for the message.
     """
     plain = next((base for base in (str, bytes, bool, int, float, complex) if isinstance(value, base)), None)
     container = next((base for base in (dict, list, tuple, set, frozenset) if isinstance(value, base)), None)

@@ -187,7 +187,7 @@ def _decode_key(key: Any) -> Any:
 
 def dump(node: Node) -> bytes:
     """Return a structure as JSON; equal structures give equal bytes."""
-    # JSON has no NaN; floats that it lacks are nodes of their own.
+    # JSON has no NaN; a float that JSON lacks is a node of another kind.
     return json.dumps(node, separators=(",", ":"), allow_nan=False).encode()
 
 
@@ -343,7 +343,7 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
 
 
 def _split_at_keys(name: str, path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the keys of a new name: its segments, but at its end those of the old path, which may hold a ``/``."""
+    """Return the keys of a new name: its segments; an end shared with the old path keeps its keys, with any ``/``."""
     for end in range(len(path), 0, -1):
         if name == path[end - 1]:
             return path[end - 1 :]
@@ -429,7 +429,7 @@ def array_names(node: Node) -> list[str]:
 
 
 def per_client_nodes(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Node]]:
-    """Yield ``(path, node)`` of what differs by client (`dtckpt.PerClient`) at and below a node."""
+    """Yield ``(path, node)`` of each value that differs by client (`dtckpt.PerClient`) at and below a node."""
     if "type" in node and node["type"][0] == "PerClient":
         yield "/".join(path), node
     elif (opened := items_of(node)) is not None:

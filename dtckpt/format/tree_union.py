@@ -3,7 +3,7 @@
 Dicts are united by key, the first client's keys first, and so are the other containers that hold a dict. Everything
 else must be equal wherever several clients have it: plain values, and the kinds and lengths of containers.
 
-The states of optimizers whose parameters have names are united, too, as those of the stages of a pipeline::
+The states of optimizers whose parameters have names are united, too, for example over the stages of a pipeline::
 
     client 0    {"state": {"a": …}, "param_groups": [{"lr": 1, "params": ["a"]}]}
     client 1    {"state": {"b": …}, "param_groups": [{"lr": 1, "params": ["b"]}, {"lr": 2, "params": ["c"]}]}
@@ -123,7 +123,7 @@ def _group(options: Sequence[Any], members: Mapping[str, Any]) -> Node:
 
 
 def _common_facts(node: Node) -> Any:
-    """Return what must be equal of a node and of those that other clients have in its place."""
+    """Return the facts of a node that must be equal on all clients that have a node in its place."""
     ((kind, content),) = node.items()
     if kind == "dict":
         return kind
@@ -145,7 +145,7 @@ def _disagreement(
 
 
 def _shown(node: Node) -> str:
-    """Return what is at a node, for an error: a value, or the kind of a container and how many items it has."""
+    """Return a node as text for an error: a value, or the kind of a container and how many items it has."""
     ((kind, content),) = node.items()
     if kind == "type":
         return f"{content[0]} of {_shown(content[2])}"

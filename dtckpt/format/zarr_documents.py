@@ -1,15 +1,15 @@
 """The Zarr v3 hierarchy of a checkpoint's arrays: the ``zarr.json`` documents, and the keys with their values; pure.
 
 dtckpt reads by its manifest alone; the documents are for other readers. They follow from the facts of the manifest, so
-whoever has these can write them::
+every holder of a manifest can write them::
 
     zarr.json          group above everything        a document
     a/zarr.json        group                         a document
     a/b/zarr.json      array                         a document
     a/b/c/0/1          its chunk at (0, 1)           elements of the checkpoint
 
-`ZarrHierarchy` presents chunks as they would be without compression. What was not saved has no key. The format is that
-of the Zarr v3 core specification.
+`ZarrHierarchy` presents chunks as they would be without compression. A chunk that was not saved has no key. The
+Zarr v3 core specification defines the format.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def dimension_names(path: str, ndim: int) -> list[str]:
 
     xarray takes dims of one name for one dim: within a group, and from a group to those below it, they must have one
     size. And a dim with the name of a variable is that variable. No path of an array has a colon (a tensor's name has
-    it encoded), so these names are those of no other dim of the checkpoint, and of no array.
+    it encoded), so no other dim of the checkpoint, and no array, has one of these names.
     """
     stem = path.replace("/", ":")
     return [f"{stem}:{dim}" for dim in range(ndim)]
@@ -171,7 +171,7 @@ class HierarchyArray(DescribedArray, Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainArray:
-    """A tensor of another library's file as an array, in chunks of its own; see `HierarchyArray`."""
+    """A tensor of another library's file as an array with a chunk grid; see `HierarchyArray`."""
 
     name: str
     path: str
@@ -249,7 +249,7 @@ class ZarrHierarchy:
                 yield from (key for key in _array_keys(array) if key.startswith(prefix))
 
     def list_names(self, folder: str) -> Iterable[str]:
-        """Return the names directly below a folder, each once: those of keys, and of folders of keys."""
+        """Return the names of the keys and the folders directly below a folder, each once."""
         folder = folder.rstrip("/")
         if folder in self._names_of_groups:
             return [DOCUMENT_NAME, *self._names_of_groups[folder]]

@@ -77,7 +77,7 @@ class DtckptCheckpointIO:
         """Make a path free for the next save, after the save in flight. Local.
 
         A link is removed: a save would follow it, and replace another checkpoint. A checkpoint of Lightning's own is
-        moved aside, and is removed when the new one is committed.
+        moved aside, and is removed when the new checkpoint is committed.
 
         Raises:
             OSError: The file system refuses.

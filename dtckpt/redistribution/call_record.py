@@ -1,4 +1,4 @@
-"""The record of one call of redistribution in the default group's store: requests, errors, and who is astray.
+"""The record of one call of redistribution in the default group's store: requests, errors, and clients that are astray.
 
 A record exists only for a call that goes wrong or takes long. Its first writer sets an *alarm*, which names the record.
 Every client looks for alarms (`dtckpt.redistribution.watcher`), so a client hears of a record wherever its threads are.
@@ -55,7 +55,7 @@ class Participation(NamedTuple):
     """How this client takes part, with zeros, in a redistribution that others ask for.
 
     Args:
-        prerequisites: Other clients that cannot complete the redistribution before this one takes part.
+        prerequisites: Other clients that cannot complete the redistribution before this client takes part.
         run: Takes part, and waits until that is done.
     """
 

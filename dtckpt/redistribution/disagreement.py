@@ -121,7 +121,7 @@ class RedistributionCall:
             raise settled_error(self._group, self._record)
 
     def break_off(self, error: BaseException) -> DtckptError | None:
-        """Let the clients call no more, because this one leaves the call in the middle.
+        """Let the clients call no more, because this client leaves the call in the middle.
 
         Returns:
             The error of the group, if it called no more already: then that is why others have left.
@@ -295,8 +295,8 @@ def report_error(error: DtckptError, meshes: Sequence[Mesh], plan: Planner, *, i
 
     The error stands for the next call among these clients. The others raise it in that call, however late they come.
 
-    Blocks: Until all clients have registered and this one has joined their requests. If some do not come, for `GRACE_S`
-    after the last client that came, or longer if a request cannot be joined before.
+    Blocks: Until all clients have registered and this client has joined their requests. If some do not come, for
+    `GRACE_S` after the last client that came, or longer if a request cannot be joined before.
 
     Args:
         error: The error of this client.

@@ -130,7 +130,7 @@ class BoxExchange:
         if not self.flights and not self.is_local and self.client in self.clients:
             self.flights = [Flight([], [], 0)]  # others may need this client to make the process group
         self.peers = sent_boxes.keys() | received_numbers.keys()
-        """Clients to which this one sends, or from which it receives."""
+        """Clients to which this client sends, or from which it receives."""
 
     def _flights(
         self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, MessageFormat, list[int]]]

@@ -55,7 +55,7 @@ def resolve_match(layout: Layout, source: Layout) -> Layout:
     """Return ``layout`` with every MATCH spec replaced by the source's spec of that dim.
 
     Raises:
-        LayoutError: The ranks differ, or a spec of the source collides with another one.
+        LayoutError: The ranks differ, or a spec of the source collides with another spec.
     """
     if layout.rank != source.rank:
         raise LayoutError(f"layout does not fit the tensor; got rank {layout.rank}, expected {source.rank}")
@@ -466,7 +466,7 @@ def _plan_participation(
     """Plan this client's participation, with zeros, in changes that others ask for; see `disagreement.Planner`."""
     own = dist.get_rank()
     changes = changes_for(own)
-    # Through the same plans as those who ask for it in earnest: the messages must match theirs in size and tag.
+    # Through the same plans as the clients that ask for it in earnest: the messages must match theirs in size and tag.
     plans = [_cached_plan(change) for change in changes]
 
     @cache

@@ -122,7 +122,7 @@ def _normal_form(source: Layout, target: Layout) -> Path:
     # The slice moves nothing, the exchange keeps the size of pieces, and gathers make them larger, up to the target's.
     gathered: list[Axes] = [target_axes]
     for dim, split in enumerate(source_axes):
-        # A gather takes away the last axis of a dim. So backwards, the first one is put back first.
+        # A gather takes away the last axis of a dim. So backwards, the first axis is put back first.
         for axis in split:
             if axis not in kept:
                 gathered.append(_appended(gathered[-1], dim, [axis]))

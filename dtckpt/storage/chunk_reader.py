@@ -1,4 +1,4 @@
-"""Reads the chunks of a committed checkpoint, from every back end, with bounds on what a read may take.
+"""Reads the chunks of a committed checkpoint, from every back end, with bounds on the size of each read.
 
 No read takes more from storage, or more memory, than the chunk's shape in the manifest allows:
 
@@ -42,7 +42,7 @@ from dtckpt.storage.zarr_files import validate_kind
 from dtckpt.storage.zarr_tensorstore import StoredArray, chunk_key, key_of, open_array
 
 MAX_DOCUMENT_NBYTES = 1 << 20
-"""Bytes of a ``zarr.json``; a longer one is not read."""
+"""Bytes of a ``zarr.json``; a longer file is not read."""
 MAX_DOCUMENTS = 64
 """``zarr.json`` files that are read at one time."""
 MAX_SIZES = 4096
@@ -175,7 +175,7 @@ class ChunkReader:
             raise MalformedError(f"{key} is missing") from None
         if isinstance(stored, bytes):
             return None
-        # With zarr each chunk has a file of its own; a data file of a database holds many, and is opened once.
+        # With zarr each chunk is a separate file; a data file of a database holds many chunks, and is opened once.
         if stored.nbytes is None:
             file = OpenFile(f"{self._local_path}/{stored.file}")
             return StoredValue(file, 0, file.nbytes)
@@ -258,10 +258,10 @@ class ChunkReader:
             data = self._read_value(key, chunk_bounds(array.codec, nbytes)[1])
         except FileNotFoundError:
             raise MalformedError("the chunk is missing") from None
-        # The bound above is on what is read, this one on what it decodes to.
+        # The bound above is on the bytes that are read, and this bound is on the decoded bytes.
         validate_encoded(array.codec, data, nbytes)
         # Decoded from memory: TensorStore never opens a file of an untrusted checkpoint.
-        # A context of its own: stores in memory are shared within a context, and other threads decode other chunks.
+        # A new context: stores in memory are shared within a context, and other threads decode other chunks.
         ts = tensorstore()
         store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
         store[key] = data
@@ -294,7 +294,7 @@ class ChunkReader:
                 if isinstance(stored, bytes):
                     nbytes = len(stored)
                 else:
-                    # A file of its own tells its size only below, with those of many others.
+                    # The size of a chunk that is a separate file is looked up below, together with many others.
                     nbytes = least if stored.nbytes is None else stored.nbytes
                     sizes[stored.file] = sizes.get(stored.file, 0) + nbytes
                 if not least <= nbytes <= most:
@@ -329,7 +329,7 @@ class ChunkReader:
             return b""
 
     def close(self) -> None:
-        """Close the files that nobody reads from, and let the threads end."""
+        """Close the files from which no thread reads, and let the threads end."""
         self._ranges.close()
 
 
@@ -352,7 +352,7 @@ class RangeReader:
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        # A file that is dropped here stays open while somebody reads from it.
+        # A file that is dropped here stays open while a thread reads from it.
         self._files = lru_cache(maxsize=MAX_OPEN_FILES)(OpenFile)
         self._lazy_pool: Pool | None = None
 
@@ -370,7 +370,7 @@ class RangeReader:
 
         The future's result is the bytes, or TensorStore's result of a read.
         """
-        # TensorStore has threads of its own.
+        # TensorStore has its own threads.
         if isinstance(self._folder, BucketFolder):
             return self._folder.start_read(name, start, stop)
         return self.pool().submit(self._folder.read, name, start, stop)
@@ -382,7 +382,7 @@ class RangeReader:
         return self._lazy_pool
 
     def close(self) -> None:
-        """Close the files that nobody reads from, and let the threads end."""
+        """Close the files from which no thread reads, and let the threads end."""
         self._files.cache_clear()
         if self._lazy_pool is not None:
             self._lazy_pool.shutdown(wait=False)

@@ -48,11 +48,11 @@ class CommitAttempt(Protocol):
         ...
 
     def keep_alive(self) -> AbstractContextManager[None]:
-        """Show, in a context, that the leader lives, so that nobody collects the attempt as a leftover."""
+        """Show, in a context, that the leader lives, so that no client collects the attempt as a leftover."""
         ...
 
     def validate(self, client: int) -> None:
-        """Check that a client sees what the leader began.
+        """Check that a client sees the attempt that the leader began.
 
         Raises:
             StorageError: The client does not see it.
@@ -68,7 +68,7 @@ class CommitAttempt(Protocol):
             overwrite: Whether to replace a checkpoint.
             is_durable: Whether to fsync.
             markers: Files, by name, by which other programs find a checkpoint. They appear at the target right after
-                the commit, so what they find is committed.
+                the commit, so that they lead only to a committed checkpoint.
 
         Raises:
             CheckpointExistsError: There is a checkpoint, or something else, at the target meanwhile.
@@ -85,7 +85,7 @@ class CommitAttempt(Protocol):
         ...
 
     def sweep(self) -> None:
-        """Remove what this client wrote after the attempt's folder was removed. Called when an attempt has failed."""
+        """Remove files that this client wrote after the attempt's folder was removed. Called after a failed attempt."""
         ...
 
 

@@ -1,15 +1,14 @@
 """The commit by decision: a checkpoint on an object store appears whole, or not at all, without a rename.
 
-Every attempt to save has a folder of its own below the target, and two objects in the target's register, a folder
-beside it::
+Every attempt to save has a folder below the target, and two objects in the target's register, a folder beside it::
 
     run/step_10/<attempt>/...                  the files of one attempt
     run/.dtckpt/step_10/<attempt>              its claim: written and renewed by the leader while it lives
     run/.dtckpt/step_10/<attempt>.decision     `committed` or `given up`: created once, by the first who tries
 
-The leader decides ``committed``; whoever gives the attempt up decides ``given up``. The decision is created if absent,
-so an attempt that was given up can never be committed, and its files may be removed although it may still be running.
-The checkpoint is the newest attempt whose decision is ``committed``.
+The leader decides ``committed``; a client that gives the attempt up decides ``given up``. The decision is created if
+absent, so an attempt that was given up can never be committed, and its files may be removed although it may still be
+running. The checkpoint is the newest attempt whose decision is ``committed``.
 
 Attempts are numbered by time. A leader that finds a newer attempt when it begins takes a new number. So an attempt
 that goes on was the newest when it began, and every newer one sees it. A leader that is about to commit first gives
@@ -19,8 +18,8 @@ Until then a newer attempt does not touch an older one whose leader is alive: ri
 gives a living rival up has written everything, and decides for itself in its next step; so of several living rivals one
 is committed. An attempt whose leader was silent for long is given up by the next leader that begins.
 
-All this needs two things of a store: a list shows what was written before, and of several who create one object only
-one succeeds.
+All this needs two things of a store: a list shows what was written before, and if several clients create one object,
+only the first succeeds.
 """
 
 from __future__ import annotations
@@ -157,7 +156,7 @@ class AttemptRegister:
         self._folder.remove([attempt, attempt + _DECISION])
 
     def give_up_older(self, attempt: str) -> None:
-        """Give up all attempts before one, so that none of them can be committed any more."""
+        """Give up all attempts before this one, so that they can no longer be committed."""
         for other in self.attempts():
             if other < attempt and not self.decision(other):
                 self.decide(other, GIVEN_UP)
@@ -170,7 +169,7 @@ class AttemptRegister:
         Args:
             silent_for_s: Seconds without a renewal after which an attempt without a decision is dead.
             before: Only attempts older than this one are looked at.
-            is_replaced: Whether none of these is the checkpoint any more; else the newest committed one is kept.
+            is_replaced: Whether a newer checkpoint has replaced all of these; else the newest committed one is kept.
 
         Returns:
             The attempts that were removed or given up.
@@ -272,7 +271,7 @@ class ObjectStoreTarget:
     def remove(self) -> None:
         """As `CommitTarget.remove`."""
         with translate_errors("remove the checkpoint", self.where):
-            self._register.data.remove(MARKER_NAMES)  # first: what they find is committed
+            self._register.data.remove(MARKER_NAMES)  # first: markers lead only to a committed checkpoint
             for attempt in self._register.attempts():
                 if self._register.decision(attempt) == COMMITTED:
                     self._register.remove(attempt)
@@ -362,7 +361,7 @@ class ObjectStoreAttempt:
     def sweep(self) -> None:
         """As `CommitAttempt.sweep`."""
         try:
-            # It only looks: as long as nobody has decided, the leader may still commit these files.
+            # It only looks: as long as there is no decision, the leader may still commit these files.
             if self._register.decision(self.token) == GIVEN_UP:
                 self.folder.clear()
         except Exception as error:

@@ -8,11 +8,11 @@ when everything in it is durable::
     .step_10.dtckpt-trash-<random>  taken away, to be deleted
 
 Where a checkpoint is replaced, the two directories are exchanged in one step (``renameat2`` with
-``RENAME_EXCHANGE``). On file systems without it the old one steps aside first, and the pair of names that a crash
-leaves then tells `locate` what happened.
+``RENAME_EXCHANGE``). On file systems without it the old directory steps aside first, and the pair of names that a crash
+leaves then tells `locate` the state.
 
-Two leaders may be at work on one target: one that was given up but still runs, and its successor. So a directory is
-only ever taken away by a rename, never emptied in place, and a leader commits the very directory that it made, by
+Two leaders may be at work on one target: a leader that was given up but still runs, and its successor. So a directory
+is only ever taken away by a rename, never emptied in place, and a leader commits the very directory that it made, by
 inode: a directory that was taken away, or made again by a late writer, is not committed.
 """
 
@@ -135,7 +135,7 @@ def begin(target: Path, token: str) -> WorkingDirectory:
 
     The newest attempt owns the target. So the directories of other attempts are taken away, and an attempt that was
     given up but still runs has nothing left to commit. The newest attempt is the last to begin, with one exception: an
-    attempt with a higher number whose leader lives is newer, however late this one gets here.
+    attempt with a higher number whose leader lives is newer, however late this attempt gets here.
 
     Raises:
         StorageError: A newer attempt is under construction.
@@ -219,7 +219,7 @@ def commit(directory: WorkingDirectory, *, overwrite: bool, is_durable: bool = T
             check_target(target, overwrite=overwrite)
             aside = _replace(directory, others)
         if is_durable:
-            # Before the old one is deleted: a disk need not keep changes of two directories in order.
+            # Before the old directory is deleted: a disk need not keep changes of two directories in order.
             sync(target.parent)
     if aside is not None:
         with _log_os_errors(aside):
@@ -238,7 +238,7 @@ def _inodes_of_others(directory: WorkingDirectory) -> set[tuple[int, int] | None
 
 
 def _replace(directory: WorkingDirectory, others: Collection[tuple[int, int] | None]) -> Path:
-    """Rename the directory to the target, where the old checkpoint is; return the path that the old one has now.
+    """Rename the directory to the target, where the old checkpoint is; return the old checkpoint's new path.
 
     Args:
         directory: The directory.
@@ -297,7 +297,7 @@ def sweep(path: Path, target: Path, inode: tuple[int, int] | None) -> None:
     Args:
         path: The attempt's directory.
         target: Its target.
-        inode: `inode_of` the directory that the attempt began with; that one is for its leader to remove.
+        inode: `inode_of` the directory that the attempt began with; only the leader removes this directory.
     """
     with _log_os_errors(path):
         if inode is not None and inode_of(path) not in (None, inode):
@@ -415,7 +415,7 @@ class DirectoryAttempt:
         self.token = directory.token
         self.folder = LocalFolder(directory.path.parent, directory.path.name)
         self._directory = directory
-        # An open directory keeps its inode: one that late writes make at the same path gets another (see `sweep`).
+        # An open directory keeps its inode: late writes that make the same path again get another inode (see `sweep`).
         with suppress(FileNotFoundError):
             weakref.finalize(self, os.close, os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
 

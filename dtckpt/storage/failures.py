@@ -34,7 +34,7 @@ NOT_A_FILE = (errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errn
 
 
 class MalformedError(ValueError):
-    """Stored data is not what a checkpoint holds: of another kind, or of another size."""
+    """Stored data has another kind or another size than the data of a checkpoint."""
 
 
 class translate_errors:  # noqa: N801  (a context manager is used as a function is)

@@ -6,7 +6,7 @@ Back ends:
 * `dtckpt.storage.s3_gcs_folder`: a prefix of a bucket of S3 or Google Cloud Storage, through TensorStore;
 * `dtckpt.storage.fsspec_folder`: any other URL, through fsspec.
 
-A folder raises what its library raises; its callers translate that (`dtckpt.storage.failures.translate_errors`).
+A folder raises the errors of its library; its callers translate them (`dtckpt.storage.failures.translate_errors`).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Folder(Protocol):
         ...
 
     def settle(self, names: Iterable[str]) -> None:
-        """Write out large files that nobody reads soon: `sync` has less to do, and they leave this machine's memory."""
+        """Write out large files that are not read soon: `sync` has less to do, and they leave this machine's memory."""
         ...
 
     def names(self, prefix: str = "") -> list[str]:
@@ -94,7 +94,7 @@ class Folder(Protocol):
 
 
 class ObjectFolder(Folder, Protocol):
-    """A folder of a store that can create a file in one step: of several who try, one succeeds."""
+    """A folder of a store that can create a file in one step: if several clients try, only the first succeeds."""
 
     def create(self, name: str, data: bytes) -> bool:
         """Write a whole file if there is none of that name yet; return whether there was none."""

@@ -33,13 +33,13 @@ T = TypeVar("T")
 
 
 def _is_temporary(error: BaseException) -> bool:
-    """Whether storage puts a request off: a later one may succeed."""
+    """Whether storage puts a request off: a later request may succeed."""
     is_final = isinstance(error, FileNotFoundError | FileExistsError | PermissionError)
     return isinstance(error, ConnectionError | TimeoutError) or (not is_final and bool(_TEMPORARY.search(str(error))))
 
 
 def _retry(call: Callable[[], T]) -> T:
-    """Return what a call returns; repeat it, with growing and random pauses, while storage puts it off.
+    """Return the result of a call; repeat it, with growing and random pauses, while storage puts it off.
 
     Raises:
         OSError: The call failed; an error of another kind is its cause.
@@ -74,8 +74,8 @@ def open_fsspec_folder(url: str) -> FsspecFolder:
 class FsspecFolder(ObjectFolder):
     """A folder of an fsspec file system.
 
-    Whether `create` is one step depends on the file system: those of object stores and of memory leave the choice to
-    the store; others look first and write then.
+    Whether `create` is one step depends on the file system. Object stores and file systems in memory check and
+    create in one step; other file systems look first and write then.
 
     Args:
         fs: The file system (`fsspec.AbstractFileSystem`).
@@ -130,7 +130,7 @@ class FsspecFolder(ObjectFolder):
         return nbytes
 
     def _regular(self, name: str) -> str:
-        """Return a file's path. On local file systems, refuse what is no regular file: a read of it may never end."""
+        """Return a file's path. On local file systems, refuse all but regular files: a read of others may never end."""
         path = f"{self._path}/{name}"
         if isinstance(self._fs, LocalFileSystem):
             regular_nbytes(path)

@@ -21,7 +21,7 @@ _WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER:
 
 
 def sync_all(paths: Iterable[Path]) -> None:
-    """Sync files and directories, several at a time: file systems write what waits together in one go.
+    """Sync files and directories, several at a time: file systems write all waiting files in one go.
 
     Blocks: on the disk.
     """
@@ -44,7 +44,7 @@ def settle(paths: Iterable[Path]) -> None:
 
     Such files should not push files that are read often out of the cache. And memory that is used again at once costs
     less than memory that has been free for long. Nothing is durable before an fsync, which would make a journal's
-    commit wait for what other processes write.
+    commit wait for the writes of other processes.
 
     Raises:
         OSError: The disk refused. A later fsync need not say so once more.
@@ -58,7 +58,7 @@ def settle(paths: Iterable[Path]) -> None:
 
 
 def walk_folders(folder: Path) -> Iterator[Path]:
-    """Yield a directory and all directories below it; one that is removed meanwhile is left out.
+    """Yield a directory and all directories below it, except a directory that is removed meanwhile.
 
     Raises:
         OSError: A directory cannot be read.

@@ -327,7 +327,7 @@ def _flatten(name: str, folder: int) -> None:
     try:
         pending = _folders_in(top)
         while pending:
-            with suppress(OSError):  # what stays where it is fails the removal
+            with suppress(OSError):  # a directory that is not moved fails the removal
                 inner = os.open(pending.pop(), _FOLDER | os.O_NOFOLLOW, dir_fd=top)
                 try:
                     for each in _folders_in(inner):
@@ -358,7 +358,7 @@ def _kind_error(number: int, name: str, kind: str) -> OSError:
 
 
 def make_folders(folder: Path) -> None:
-    """Make a directory and its parents, durably: a power loss that took one would take all checkpoints below it."""
+    """Make a directory and its parents, durably: a power loss that took a parent takes all checkpoints below it."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         os.makedirs(folder, exist_ok=True)

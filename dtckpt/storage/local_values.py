@@ -1,7 +1,7 @@
 """Reads stored chunks that lie in local files, with preadv(2), straight into the caller's memory.
 
 A caller that reads a value piece by piece finds each piece still in the processor's cache when it digests it, and
-waits for no thread. Nothing here checks what the bytes are: bytes of a wrong place do not match the digest.
+waits for no thread. Nothing here checks the bytes: bytes of a wrong place do not match the digest.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StoredValue:
             position, memory = position + nbytes, memory[nbytes:]
 
     def is_before(self, other: StoredValue) -> bool:
-        """Whether another value begins, in the same file, where this one ends."""
+        """Whether another value begins, in the same file, where this value ends."""
         return self.file is other.file and self.start + self.nbytes == other.start
 
     def announce(self, start: int, stop: int) -> None:

@@ -1,7 +1,7 @@
 """Files that appear at their path whole, or not at all: built beside it under a hidden name, and renamed when durable.
 
-For the files of other libraries, which have no commit marker; checkpoints of this library have commits of their own
-(`dtckpt.storage.commit`). A crash leaves a hidden directory, which the next one who writes to that path removes.
+For the files of other libraries, which have no commit marker; `dtckpt.storage.commit` commits the checkpoints of this
+library. A crash leaves a hidden directory, which the next writer to that path removes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_new(
     Args:
         target: The path.
         is_own: Whether a file of a directory, by its name, is one of those that may be replaced.
-        is_file: Whether the path will be that of a file, not of a directory.
+        is_file: Whether the path will be a file, not a directory.
         overwrite: Whether a checkpoint there may be replaced.
         advice: How the caller's user says so.
 
@@ -78,10 +78,10 @@ def new_files(target: Path, check: Callable[[], None], *, is_file: bool) -> Iter
             check()
             with translate_errors("put the new files in place", target):
                 _place(folder / target.name if is_file else folder, target)
-                # Before what was there is deleted: a disk need not keep changes of two directories in order.
+                # Before the old files are deleted: a disk need not keep changes of two directories in order.
                 sync(target.parent)
     finally:
-        # After an exchange what was there before; after a failure what was built.
+        # The folder holds the old files after an exchange, and the unfinished new files after a failure.
         with suppress(OSError):
             discard(folder, target)
 
@@ -102,7 +102,7 @@ def validate_free_space(folder: Path, nbytes: int) -> None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Remove what writers that died have left."""
+    """Remove the hidden directories of writers that died."""
     for leftover in siblings(target, "new"):
         # Another process may remove it, too.
         with suppress(OSError), lock_directory(leftover) as is_free:
@@ -112,7 +112,7 @@ def _remove_leftovers(target: Path) -> None:
 
 def _place(source: Path, target: Path) -> None:
     if not target.exists():
-        # Somebody may put something there after this look: then this fails, and replaces nothing.
+        # Another process may put a file there after this look: then the rename fails, and replaces nothing.
         rename(source, target, NO_REPLACE)
     elif source.is_file():
         rename(source, target)

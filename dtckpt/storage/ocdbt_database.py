@@ -73,7 +73,7 @@ class _Node:
 
     @classmethod
     def from_dump(cls, dump: Mapping[str, Any]) -> _Node:
-        """Return the node of what TensorStore's ``ocdbt.dump`` tells of it."""
+        """Return a node from the output of TensorStore's ``ocdbt.dump``."""
         entries = dump["entries"]
         if not dump["height"]:
             values = {entry["key"]: entry.get("indirect_value", entry.get("inline_value")) for entry in entries}
@@ -161,7 +161,7 @@ class OcdbtDatabase:
         )
         self._cache[location] = node
         self._num_cached += node.num_keys
-        # The least recently used nodes go first; those of one path down the tree always fit.
+        # The least recently used nodes go first; the nodes of one path down the tree always fit.
         while self._num_cached > MAX_CACHED_KEYS and len(self._cache) > MAX_HEIGHT:
             self._num_cached -= self._cache.popitem(last=False)[1].num_keys
         return node
@@ -173,7 +173,7 @@ class OcdbtDatabase:
     def _dump(self, data: bytes, node: str | None = None) -> Any:
         """Decode a node, or without one the database's first file, from memory. Raises: as `find`."""
         _validate_size(data)
-        # A context of its own: stores in memory are shared within a context.
+        # A new context: stores in memory are shared within a context.
         ts = tensorstore()
         store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
         store[DATABASE_NAME if node is None else "node"] = data

@@ -40,7 +40,7 @@ def open_regular(path: str) -> tuple[int, int]:
     """Open a regular file for reading; return its descriptor and its size. Raises: as `regular_nbytes`.
 
     The kind of the file is looked up before the open. Should a fifo take its place in between, the open does not wait
-    for a writer (``O_NONBLOCK``). The size is that of the file that is open: a save may have put another one in its
+    for a writer (``O_NONBLOCK``). The size belongs to the open file: a save may have put another file in its
     place.
     """
     regular_nbytes(path)

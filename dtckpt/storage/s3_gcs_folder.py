@@ -165,8 +165,8 @@ class BucketFolder(ObjectFolder):
 
     @override
     def create(self, name: str, data: bytes) -> bool:
-        # The condition of the write is that the file is still missing: a file that another one creates after this look
-        # wins.
+        # The condition of the write is that the file is still missing: a file that another client creates after this
+        # look wins.
         current = self._open().read(name).result()
         if current.state != "missing":
             return False

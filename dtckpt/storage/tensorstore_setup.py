@@ -1,7 +1,7 @@
 """TensorStore, imported at its first use, so that a forked process can exit; and the contexts that it is opened with.
 
 At exit TensorStore waits for its threads that are about to call Python. In a process that was forked while such a
-thread waited for its turn, nobody ends that wait, and ``sys.exit`` would never return. So this module notes the exit
+thread waited for its turn, the wait never ends, and ``sys.exit`` would never return. So this module notes the exit
 handlers that the import registers, and a forked process drops them.
 
 The import takes a fifth of a second, which a command that only reads a manifest does not need.

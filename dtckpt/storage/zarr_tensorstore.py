@@ -1,4 +1,4 @@
-"""Writes the Zarr v3 arrays of a checkpoint through TensorStore, and merges what the clients wrote.
+"""Writes the Zarr v3 arrays of a checkpoint through TensorStore, and merges the writes of all clients.
 
 Each client opens its own `TensorStoreWriter`; when all have committed, the leader calls `merge`::
 
@@ -81,7 +81,7 @@ def client_folder(client: int) -> str:
 
 def _kvstore(kind: str, folder: Folder, *, to_write: bool = False) -> dict[str, Any]:
     base = folder.kvstore(to_write=to_write)
-    assert base is not None  # noqa: S101  (such folders have a writer and a reader of their own)
+    assert base is not None  # noqa: S101  (a folder without one has another writer and reader)
     if kind == "zarr":
         return base
     return {
@@ -135,7 +135,7 @@ class TensorStoreWriter:
         root: The folder under construction; every client sees the same one.
         client: The client that writes.
         is_durable: Whether the data survives a power loss once `commit` has returned.
-        is_cached: Whether what a database holds may stay in this machine's memory, because it is read soon.
+        is_cached: Whether a database may stay in this machine's memory, because it is read soon.
         max_pending_nbytes: Bytes that may wait in memory to be written. They are written out in batches of half as
             many, in a thread; `write` waits when both batches are full.
     """
@@ -272,7 +272,7 @@ class TensorStoreWriter:
                 commit = batch.transaction.commit_async()
                 batch.writes.append(commit)
                 commit.result()
-        # What is written is freed, even while its batch is still referred to.
+        # The written elements are freed, even while their batch is still referred to.
         batch.writes.clear()
         if self._is_settling:
             self._settle()
@@ -313,7 +313,7 @@ class _Batch:
     nbytes: int = 0
 
     def abort(self) -> None:
-        """Drop what is not committed, and wait for what is under way."""
+        """Drop the writes that are not committed, and wait for the writes that are under way."""
         if self.transaction is not None:
             self.transaction.abort()
         for write in list(self.writes):
@@ -327,8 +327,8 @@ def open_array(store: Any, array: StoredArray, context: Any, *, to_write: bool =
         store: The key-value store that holds the array.
         array: The array.
         context: A TensorStore context.
-        to_write: Whether whole chunks are to be written, at the grid's edge too, and those of zeros; else a missing
-            chunk is an error.
+        to_write: Whether to write whole chunks, also at the grid's edge, and also chunks of zeros; else a missing chunk
+            is an error.
     """
     grid = array.grid.padded() if to_write else array.grid
     spec = _array_spec(grid, array.stored_dtype, array.codec, to_write=to_write)
@@ -372,7 +372,7 @@ def merge(kind: str, root: Folder, last_written: Mapping[int, str]) -> None:
 
 
 def _merge_stores(kind: str, root: Folder, clients: Iterable[int]) -> Any:
-    """Merge what the clients wrote through TensorStore; return the key-value store that holds all of it."""
+    """Merge the clients' writes through TensorStore; return the key-value store that holds all of it."""
     ts, context = tensorstore(), open_context()
     store = ts.KvStore.open(_kvstore(kind, root, to_write=True), context=context).result()
     if kind == "ocdbt":
@@ -408,7 +408,7 @@ def sync_merged(kind: str, root: Folder) -> None:
 
 
 def _merged_files(kind: str, root: Folder) -> Iterator[str]:
-    # The entries of the root only: the clients have synced what they wrote below.
+    # The entries of the root only: the clients have synced their files below.
     yield from root.names()
     if kind == "ocdbt":
         yield from _data_files(root)

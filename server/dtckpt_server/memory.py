@@ -162,7 +162,7 @@ class Memory:
         return self.owners.get(job.owner) or Owner()
 
     def _verdict_of(self, job: Job) -> tuple[Job, Barrier] | None:
-        """Return a verdict that makes room for its owner: of the job, else of another one."""
+        """Return a verdict that makes room for its owner: of the job, else of another job."""
         own = next(iter(job.verdicts.values()), None)
         return (job, own) if own is not None else self.owner(job).oldest_verdict
 
@@ -189,7 +189,7 @@ class Memory:
     def keep(self, job: Job, barrier: Barrier) -> None:
         """Keep a new verdict, and no more of the job's older ones than fit.
 
-        The new one always fits: its participants are about to be told.
+        The new verdict always fits: its participants are about to be told.
         """
         self._num_open.note(job.owner, -1)
         self._needed.note(job.owner, -barrier.nbytes - barrier.payload_nbytes)

@@ -28,7 +28,7 @@ class LimitError(errors.CoordinationError):
 
 
 class BusyError(errors.CoordinatorUnavailableError):
-    """An owner has as many calls under way as it may have; a later one succeeds."""
+    """An owner has as many calls under way as it may have; a later call succeeds."""
 
 
 @dataclass(frozen=True, slots=True)

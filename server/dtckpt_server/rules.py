@@ -296,7 +296,7 @@ class Rules:
         latest = job.latest.get(key)
         is_overtaken = any(call > arrival.call and other.key == key for call, other in task.calls.items())
         if is_overtaken or (arrival.operation is not None and arrival.call <= task.report.num_ended):
-            # Case 1. The client has gone on (a later call is here, or this one has ended), and waits for no answer.
+            # Case 1. The client has gone on (a later call is here, or this call has ended), and waits for no answer.
             raise errors.BarrierConflictError(barrier_texts.gave_up(arrival.name, task_name(job.name, task.number)))
         if arrival.operation:  # case 2
             return latest or self._open(job, arrival, key, participants, now)

@@ -163,7 +163,7 @@ class Effects:
     fenced: list[tuple[Identity, str]] = field(default_factory=list)  # processes to tell that they are fenced, and why
     superseded: int | None = None  # the attempt by which all tasks of the event's job are fenced
     log: list[Transition] = field(default_factory=list)
-    is_unfinished: bool = False  # of a `Tick`: there is more to judge, so send another one
+    is_unfinished: bool = False  # of a `Tick`: there is more to judge, so send another `Tick`
 
 
 def _remove(kept: dict[_K, Barrier], key: _K, barrier: Barrier) -> None:

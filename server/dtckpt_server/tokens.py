@@ -20,7 +20,7 @@ from dtckpt.errors import ConfigError, CoordinatorPermissionError
 
 ANY_JOB = "*"
 MIN_TOKEN_CHARS = 16
-"""A shorter one could be guessed by trying."""
+"""A shorter token could be guessed by trying."""
 _SCHEME = "Bearer "
 
 

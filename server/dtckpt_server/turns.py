@@ -23,7 +23,7 @@ PERIOD_S = 0.005
 STEPS_TO_COME = 8
 """In so many steps of the event loop the next call comes, if gRPC has one."""
 IDLE_S = 0.001
-"""After so much time without a call the next one is answered at once."""
+"""After so much time without a call the next call is answered at once."""
 MAX_LATE_S = 1.0
 """How long a request of an owner that makes too many is held back before it is refused."""
 NOBODY = ""
@@ -48,7 +48,7 @@ class Turns:
         self._max_rate = quotas.requests_per_s
         self._clock = clock
         self._queues: dict[str, deque[asyncio.Future[None]]] = {}
-        self._took_s: dict[str, float] = {}  # of owners with waiting calls; a new one begins with the least
+        self._took_s: dict[str, float] = {}  # of owners with waiting calls; a new owner begins with the least
         self._least_s = 0.0
         self._answering: asyncio.Task[None] | None = None
         self._num_come = 0

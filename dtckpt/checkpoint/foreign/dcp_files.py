@@ -2,7 +2,7 @@
 
 A checkpoint is a directory with a file ``.metadata``, and ``.distcp`` files of streams of ``torch.save``. Of the
 streams that hold chunks of tensors nothing is read here; `dtckpt.checkpoint.foreign.torch_files` finds their
-elements when a client wants them. Processes that save without collectives write metadata of their own, one file each.
+elements when a client wants them. Each process that saves without collectives writes its own metadata file.
 
 Libraries on top of PyTorch write companions beside it, which are a part of the state, too::
 

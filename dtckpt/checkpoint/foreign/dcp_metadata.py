@@ -300,7 +300,7 @@ def structure_of(nodes: Mapping[Path, trees.Node]) -> trees.Node:
 
 
 def merge(node: trees.Node, other: trees.Node, path: str = "") -> tuple[trees.Node, list[str]]:
-    """Return a dict with the items of another one, and dicts in both merged likewise.
+    """Return a dict with the items of another dict, and dicts in both merged likewise.
 
     Args:
         node: The dict.

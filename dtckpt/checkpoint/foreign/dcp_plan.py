@@ -38,7 +38,7 @@ _PROTOCOL = 4
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """What the plan needs to know of a tensor.
+    """The facts of a tensor that the plan needs.
 
     Args:
         dtype: Name of the element type.
@@ -144,7 +144,7 @@ def _whole(tensors: Mapping[str, TensorFacts]) -> Callable[[str], Elements]:
 
 
 class _Plan:
-    """The files of a checkpoint, and what the metadata say of them, item by item."""
+    """The files of a checkpoint, and an entry of the metadata for each item in them."""
 
     def __init__(self, file_nbytes: int) -> None:
         from torch.distributed.checkpoint import metadata  # here: PyTorch takes seconds to import
@@ -168,7 +168,7 @@ class _Plan:
         Args:
             name: Its name in the checkpoint.
             source: Its name in the source.
-            facts: What is known of it.
+            facts: Its dtype and shape.
         """
         import torch  # here: PyTorch takes seconds to import
 
@@ -210,7 +210,7 @@ class _Plan:
 
 
 def row_boxes(facts: TensorFacts) -> Iterator[Region]:
-    """Yield the chunks of a tensor: rows of the first dim, up to `CHUNK_NBYTES`. One that is empty has one chunk."""
+    """Yield the chunks of a tensor: rows of the first dim, up to `CHUNK_NBYTES`. An empty tensor has one chunk."""
     shape = facts.shape
     if not shape or 0 in shape:
         yield Region.full(shape)

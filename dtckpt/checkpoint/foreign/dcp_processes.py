@@ -1,8 +1,8 @@
-"""Merge what processes saved each for itself (``use_collectives=False``) into one checkpoint.
+"""Merge the checkpoints that processes saved separately (``use_collectives=False``) into one.
 
-Nobody has compared what they saved. What several of them have is taken once if it is the same everywhere: tensors are
-compared by the checksums in the files. What differs, as random states do, becomes what it would be in a checkpoint of
-this library: a value that differs by client (`dtckpt.PerClient`).
+The processes did not compare their values. If several processes have an equal value, the checkpoint holds it once;
+tensors are compared by the checksums in the files. A value that differs, such as a random state, becomes a value that
+differs by client (`dtckpt.PerClient`), as in a checkpoint of this library.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Merging:
         return self._per_client({rank: value for rank, value in by_rank.items() if isinstance(value, Value)})
 
     def tensors(self, tensors: Mapping[int, DcpTensor]) -> DcpTensor | Value | DtckptError:
-        """Return the one tensor of all processes, or a tensor for each if each has a whole one of its own."""
+        """Return one tensor for all processes if theirs are equal, else a tensor for each; then each must be whole."""
         first = next(iter(tensors.values()))
         chunks: dict[Region, list[StoredItem]] = {}
         for tensor in tensors.values():

@@ -118,6 +118,6 @@ def read_value(
         stream = open_stream(folder, item.file, item.offset, item.nbytes, read_file, budget=budget)
         tree = read_tree(stream.zip.value, segments, budget)
         return Value(tree.node, stream.tensors(tree.leaves), tree.refused)
-    # Those who do not ask for the value can do without it.
+    # A caller that does not ask for the value can do without it.
     except DtckptError as error:
         return error

@@ -39,8 +39,8 @@ class ForeignFormat:
             as in object stores, only these are looked for.
         is_file: Whether a file, by its name and its first `HEAD_NBYTES` bytes, is such a checkpoint.
         is_folder: Whether a directory, by the names in it, is such a checkpoint.
-        read_index: Reads the index, given the folder and the names in it: that of the one file which the user named,
-            or those of all files. It raises `CheckpointError`s, and what the methods of `Folder` raise.
+        read_index: Reads the index, given the folder and names of files in it: all names, or the one that the user
+            chose. It raises `CheckpointError`s, and the errors of the methods of `Folder`.
         validate_file: Raises a `CheckpointError` for a file that is only a part of a checkpoint, by its name.
     """
 
@@ -162,7 +162,7 @@ def not_understood(where: Location, error: CheckpointError) -> CheckpointError:
 
     Args:
         where: The place.
-        error: What is known of it, if it is one of this library's.
+        error: The error of opening it as a checkpoint of this library.
     """
     expected = f"expected a checkpoint of dtckpt, {', '.join(form.title for form in FORMATS.values())}"
     if isinstance(where, Path) and where.is_file():

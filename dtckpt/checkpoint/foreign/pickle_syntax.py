@@ -122,8 +122,8 @@ class Call:
         function: The function or class; a `Global`, unless the pickle is hostile.
         arguments: The arguments of the call.
         keywords: Its keyword arguments.
-        state: What the object would be told to take as its state; None if nothing.
-        items: What would be appended to it.
+        state: The state that the object would be told to take; None without such a step.
+        items: Items that would be appended to it.
         pairs: Keys and values that would be set in it.
     """
 
@@ -151,7 +151,7 @@ class Persistent:
     """An object outside the pickle, such as a tensor's storage.
 
     Args:
-        key: By what the pickle refers to it.
+        key: The key by which the pickle refers to it.
     """
 
     key: Any
@@ -248,7 +248,7 @@ class _Machine:
         self.pop_marked()
 
     def skip_frame(self) -> None:
-        """Pass over the length of a frame, which only helps those who read from a file."""
+        """Pass over the length of a frame, which only helps a reader of a file."""
         self.position += 8
 
     def mark(self) -> None:

@@ -1,4 +1,4 @@
-"""Tensors in pickles of PyTorch: what each is a view of, read without PyTorch.
+"""Tensors in pickles of PyTorch, as views of storages; read without PyTorch.
 
 A pickle of ``torch.save`` holds no elements. A tensor in it is a call of one of PyTorch's ``_rebuild`` functions, with
 a storage, an offset and strides, in elements. A storage is a record of the file, which several tensors may share.
@@ -105,12 +105,12 @@ class StorageView:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value of a pickle is a tensor: one that `tensor_view` reads, or one that it refuses by name."""
+    """Whether a value of a pickle is a tensor, also of a kind that `tensor_view` refuses by name."""
     return type(value) is Call and (value.name in REBUILDS or value.name.startswith("torch._utils._rebuild_"))
 
 
 def tensor_view(value: Any, where: str) -> StorageView:
-    """Return what a tensor of a pickle is a view of.
+    """Return the view of a storage that a tensor of a pickle is.
 
     Args:
         value: The value, as `parse_pickle` returns it.

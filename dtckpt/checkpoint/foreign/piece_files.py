@@ -1,7 +1,7 @@
 """`PieceFiles`: the files of another library's checkpoint, whose index says which bytes are which elements.
 
-Such files have no digests of what they hold, so a read cannot tell a changed byte from the one that was saved. It can
-tell that a file is too short, or that another one has taken its place.
+Such files have no digests of their content, so a read cannot tell a changed byte from the saved byte. It can tell that
+a file is too short, or that another file has taken its place.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.local_values import OpenFile, StoredValue
 
 LOCAL_GAP_NBYTES = 32 << 10
-"""One more read of a local file takes as long as to copy about so many bytes that nobody wants."""
+"""One more read of a local file takes as long as a copy of about so many unneeded bytes."""
 REMOTE_GAP_NBYTES = 1 << 20
 LOCAL_SPAN_NBYTES = 1 << 20
 """Bound on a read: large enough that calls cost nothing, small enough that its bytes stay in the processor's cache."""
@@ -193,7 +193,7 @@ class PieceFiles(CheckpointFiles):
             pool: ThreadPoolExecutor | None = None
             try:
                 for batch, nbytes in _batches(reads):
-                    # A smaller one is the only one, or the last.
+                    # A smaller batch is the only batch, or the last.
                     if threads == 1 or nbytes < BATCH_NBYTES:
                         yield self._read_batch(batch, scratch)
                         continue
@@ -387,7 +387,7 @@ _Stamp = tuple[int, int, int, int]
 
 
 def _stamp(status: os.stat_result) -> _Stamp:
-    """Return what tells a file from one that took its place or was changed."""
+    """Return the facts by which a file differs from a changed file, or from another file in its place."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

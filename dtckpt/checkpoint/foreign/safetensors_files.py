@@ -30,7 +30,7 @@ STEMS = {
     "diffusion_pytorch_model": (INDEX_SUFFIX, SUFFIX),
     "adapter_model": (SUFFIX, INDEX_SUFFIX),
 }
-"""The names that Hugging Face's libraries give to a model's files, each with what its library looks for first."""
+"""The names that Hugging Face's libraries give to a model's files, each with its endings in the order of the search."""
 MARKERS = tuple(f"{stem}{suffix}" for stem, suffixes in STEMS.items() for suffix in suffixes)
 MAX_FILES = 1 << 14
 """Bound on the files of one model."""
@@ -55,8 +55,8 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
 
     Args:
         folder: The folder that the files are in.
-        names: The one file to be read; or all files of the folder, of which those of the model are found: the files
-            of an index, or the one with a name of `MARKERS`, or else all together.
+        names: The one file to be read; or all files of the folder. The model's files among them are the files of an
+            index, or else the one file with a name of `MARKERS`, or else all safetensors files.
 
     Raises:
         CheckpointCorruptError: A file is missing or malformed, or the files contradict each other.

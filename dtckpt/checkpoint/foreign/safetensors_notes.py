@@ -7,9 +7,9 @@ stands in the metadata of the index::
     dtckpt.content    by name, the content digests of the file's tensors (`dtckpt.format.content`)
     lm_head.weight    the name of a stored tensor: this one is tied to it, and is not stored itself
 
-The last rule is that of ``safetensors.torch.save_model``. In a file that dtckpt did not write, a text may equal a
+``safetensors.torch.save_model`` has the last rule, too. In a file that dtckpt did not write, a text may equal a
 tensor's name by chance. There it is a tie only between names as a module's parameters have them: with dots, and one
-last part. Texts that are none of these are listed as unread.
+last part. All other texts are listed as unread.
 
 Names: keys of a tree are joined by ``/`` here, and by ``.`` in a file. The tree tells which is which on the way back;
 without it names stay as they are in the file.
@@ -57,7 +57,7 @@ def file_names(names: Iterable[str]) -> dict[str, str]:
     """Return, by tensor name, the name in a file.
 
     Raises:
-        TensorNameError: Two tensors would have one name there, or one would have a name that safetensors keeps.
+        TensorNameError: Two tensors would have the same name there, or a tensor's name would be reserved.
     """
     owners: dict[str, str] = {}
     for name in names:
@@ -163,7 +163,7 @@ def _tree_of(notes: Iterable[Mapping[str, Any]], stored: Collection[str]) -> tre
 
 
 def _tree(text: Any) -> trees.Node | None:
-    """Return the tree of a note; None if there is none, or none that this version can read."""
+    """Return the tree of a note; None if the note is missing, or if this version cannot read it."""
     if not isinstance(text, str):
         return None
     try:

@@ -121,7 +121,7 @@ class TorchStream:
     """A file of ``torch.save``, or a part of a file.
 
     Args:
-        zip: What it holds.
+        zip: Its records.
         file: Name of the file.
         offset: Its first byte in the file.
     """
@@ -168,7 +168,7 @@ def _piece(view: StorageView, region: Region, file: str, start: int, crc: int) -
         region: The box that it is of its tensor.
         file: Name of the file.
         start: Position of the view's storage in the file.
-        crc: CRC of the storage; 0 if none was taken.
+        crc: CRC of the storage; 0 if PyTorch took no CRC.
     """
     checked = CheckedBytes(start, view.storage_nbytes, crc) if crc else None
     strides = None if view.strides == c_strides(view.shape) else view.strides
@@ -224,7 +224,7 @@ def open_stream(
     *,
     budget: ReadBudget | None = None,
 ) -> TorchStream:
-    """Read what a stream of ``torch.save`` holds beside elements. Blocks: on storage.
+    """Read a stream of ``torch.save``, but for the elements. Blocks: on storage.
 
     Args:
         folder: The folder that the file is in.
@@ -248,7 +248,7 @@ def open_stream(
 
 
 def _with_windows(read: Read, nbytes: int) -> Read:
-    """Return a function that reads as another one does, and that reads both ends of the file only once.
+    """Return a function that reads as `read` does, but reads both ends of the file only once.
 
     Args:
         read: Reads the file.
@@ -275,7 +275,7 @@ class PieceLocator:
 
     Args:
         folder: The folder that the files are in.
-        read: Reads bytes from a position to another one of a file; None: ``folder.read``.
+        read: Reads bytes from a position to another position of a file; None: ``folder.read``.
     """
 
     def __init__(self, folder: Folder, read: Callable[[str, int, int], bytes] | None = None) -> None:

@@ -24,14 +24,14 @@ from dtckpt.checkpoint.foreign.pickled_tensors import StorageView
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
 
 MAX_DIRECTORY_NBYTES = 256 << 20
-"""Longest directory of a zip that is read: that of some million records."""
+"""Longest directory of a zip that is read; it has some million records."""
 TAIL_NBYTES = 1024
 """Bytes from the end of a file that hold the whole directory of a zip with one tensor."""
 
 _HEADER = struct.Struct("<4s22xHH")
 """Of a record: signature, bytes of the name, bytes of the extra field."""
 _ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
-"""Of the directory: signature, flags, method, CRC, packed bytes, bytes, those of name, extra field and comment, header.
+"""Of the directory: signature, flags, method, CRC, packed bytes, bytes; bytes of name, extra field and comment; header.
 """
 CRC_NBYTES = 4
 _CRC_OFFSET = 16
@@ -50,7 +50,7 @@ _OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
 _OLD_NBYTES = 262
 
 Read = Callable[[int, int], bytes]
-"""Returns the bytes of a file from a position to another one; fewer where the file ends before."""
+"""Returns the bytes of a file from a position to another position; fewer where the file ends before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Record:
         nbytes: Bytes of its content.
         is_plain: Whether the content is stored as it is, neither compressed nor encrypted.
         stop: The end of its content, if it is plain.
-        end: The end of what follows its content: the next record or the directory begins here.
+        end: The end of the record, where the next record or the directory begins.
         crc: CRC-32 of its content; 0 if PyTorch was told to take none.
         crc_start: Position of the CRC in the directory.
     """

@@ -4,12 +4,12 @@ The plan is the same zip that PyTorch writes (see `dtckpt.checkpoint.foreign.tor
 
     header, pickle | … | header | elements of tensor 0 | their CRC | header | elements of tensor 1 | … | directory
 
-Sizes are known beforehand, and CRCs are not. So whoever writes the plan takes the CRC of elements as they pass by, and
+Sizes are known beforehand, and CRCs are not. So the writer of a plan takes the CRC of elements as they pass by, and
 puts it where the plan has a `Checksum`.
 
-`build_object` makes the objects that are pickled. ``torch.load`` makes by default only objects of some classes of its
-own and of Python's (``weights_only``). ``torch.distributed.checkpoint`` reads a plain value with all classes there are.
-Neither can make those of which a state tree has the name of the class only, as dataclasses.
+`build_object` makes the objects that are pickled. ``torch.load`` makes by default only objects of some classes of
+PyTorch and Python (``weights_only``). ``torch.distributed.checkpoint`` reads a plain value with all classes there are.
+Neither can make an object, such as a dataclass, of which the state tree has only the name of its class.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Storage:
 
 
 class _Pickler(pickle.Pickler):
-    """Writes `Elements` as PyTorch writes tensors; each has a storage of its own."""
+    """Writes `Elements` as PyTorch writes tensors; each has its own storage."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, _PROTOCOL)
@@ -188,7 +188,7 @@ def _segments(records: Sequence[tuple[str, bytes | Elements]], first: int) -> It
 
 
 def _header(record: _Placed) -> bytes:
-    """Return what stands in front of a record. Elements have their CRC behind them."""
+    """Return the header in front of a record. Elements have their CRC behind them."""
     is_long = record.nbytes >= _FULL
     extra = struct.pack("<HH2Q", _LONG_FIELD, 16, record.nbytes, record.nbytes) if is_long else b""
     start = record.header + _HEADER.size + len(record.name) + len(extra)
@@ -202,7 +202,7 @@ def _header(record: _Placed) -> bytes:
 
 
 def _trailer(record: _Placed) -> list[Segment]:
-    """Return what stands behind elements."""
+    """Return the bytes behind elements: their CRC and sizes."""
     is_long = max(record.nbytes, record.header) >= _FULL
     sizes = struct.pack("<2Q" if is_long else "<2I", record.nbytes, record.nbytes)
     return [b"PK\7\10", record.crc, sizes]
@@ -252,9 +252,9 @@ def build_object(
 
     Args:
         node: The node.
-        kinds: What may be in it: `WEIGHTS_ONLY` or `ANY_CLASS`.
-        tensor: Returns what stands for a tensor, by name.
-        array: Returns what stands for an array of numpy, by name.
+        kinds: Kinds of nodes that may be in it: `WEIGHTS_ONLY` or `ANY_CLASS`.
+        tensor: Returns the object for a tensor, by name.
+        array: Returns the object for an array of numpy, by name.
         path: Where the node is in the tree.
 
     Raises:

@@ -1,1 +1,1 @@
-"""Read checkpoints of our own format: verified reads of chunks and regions, and of tensors made of pieces."""
+"""Read checkpoints of this library's format: verified reads of chunks and regions, and of tensors made of pieces."""

@@ -103,8 +103,8 @@ def _positions(manifest: Manifest) -> tuple[dict[str, npt.NDArray[np.int64]], di
     """Compute the positions of all digests.
 
     Returns:
-        By tensor, for each chunk, the number of digests before those of the chunk in its writer's file; and, by client,
-        the number of digests in its file.
+        By tensor, for each chunk, the number of digests that precede the chunk's digests in its writer's file; and,
+        by client, the number of digests in its file.
     """
     arrays = manifest.arrays.items()
     counts = {name: each for name, entry in arrays if (each := _counts(entry.grid, entry.itemsize)) is not None}

@@ -1,8 +1,8 @@
 """`CheckpointFiles`: the seam between an open checkpoint and the format of its files.
 
 `dtckpt.checkpoint.reading.manifest_files` implements it for this library's format, and
-`dtckpt.checkpoint.foreign.piece_files` for those of other libraries. Restores, resharding, inspection, verification and
-conversion know the seam only.
+`dtckpt.checkpoint.foreign.piece_files` for the formats of other libraries. Restores, resharding, inspection,
+verification and conversion know the seam only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CheckpointFiles(Protocol):
     files: Sequence[str]
     """The files of another library that it is read from; empty for checkpoints of this library."""
     unread: Sequence[str]
-    """What lies beside them or in them and is not read: files, and notes in files; as far as that can be listed."""
+    """Files beside these that are not read, and notes in these that are not read; as far as they can be listed."""
 
     @property
     def structure(self) -> trees.Node:
@@ -49,7 +49,7 @@ class CheckpointFiles(Protocol):
 
     @property
     def has_digests(self) -> bool:
-        """Whether reads compare what they read with digests."""
+        """Whether reads compare elements with digests."""
         ...
 
     def fingerprint(self) -> bytes:
@@ -82,11 +82,11 @@ class CheckpointFiles(Protocol):
         ...
 
     def parts(self, name: str) -> Iterator[Region]:
-        """Yield boxes that together cover what was saved of a tensor; each is verified by itself."""
+        """Yield boxes that together cover the saved elements of a tensor; each is verified by itself."""
         ...
 
     def validate_part(self, name: str, region: Region) -> None:
-        """Check what a read of one of `parts` leaves unchecked. Raises: as `read`."""
+        """Check the rest of one of `parts`, which a read of it leaves unchecked. Raises: as `read`."""
         ...
 
     def validate_rest(self) -> None:

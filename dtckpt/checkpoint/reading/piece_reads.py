@@ -29,7 +29,7 @@ class Span:
 
     Args:
         file: The file.
-        start: The first byte, which is that of the box's first element.
+        start: The first byte of the box's first element.
         stop: The byte behind the last.
         shape: The box's shape.
         strides: Bytes from one element of the box to the next, per dim.

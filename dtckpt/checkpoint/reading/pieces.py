@@ -9,8 +9,8 @@ So do the parts of a save in the local tier. One value, `PieceIndex`, describes 
     |  __0  |   __1     |            rows 0:4, columns 2:6 in __1_0.distcp, from byte 64
     +-------+-----------+
 
-An index comes from an untrusted file. What it claims is checked here, when the values are built; that the files are as
-long as it claims is checked before memory is taken. Sharded tensors have up to tens of thousands of pieces, so a
+An index comes from an untrusted file. Its claims are checked here, when the values are built; the lengths of files
+are checked before memory is taken. Sharded tensors have up to tens of thousands of pieces, so a
 `RegionIndex` finds those that share elements with a region, or with each other.
 """
 
@@ -103,7 +103,7 @@ class PieceTensor:
         pieces: The pieces, which do not overlap. A tensor without elements has none.
         layout: Layout at the time of the save, if the checkpoint tells it.
         content: Content digest (`dtckpt.format.content`), if the checkpoint notes one.
-        elements: All elements, if the index itself holds them, as those of an array that was pickled. There are no
+        elements: All elements, if the index itself holds them, as it does for a pickled array. There are no
             pieces then.
 
     Raises:
@@ -195,7 +195,7 @@ class PieceIndex:
         tensors: By name.
         structure: The state tree of its tensors and plain values, as a node of `dtckpt.format.tree`.
         refused: By path, why something in the checkpoint cannot be read, such as a value of a class that only code
-            could make. It is not in the tree, and an error for those who ask for it.
+            could make. It is not in the tree, and an error for a caller that asks for it.
         files: Names of the files that it describes or was read from.
         unread: The rest: names of other files beside them, and notes in them that the index does not have.
 
@@ -241,7 +241,7 @@ def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a name can be that of a file in or below the checkpoint's folder, and of no file elsewhere."""
+    """Whether a name can only belong to a file in or below the checkpoint's folder, and to no file elsewhere."""
     is_text = name.isprintable() and "\\" not in name and ":" not in name
     return is_text and all(part not in ("", ".", "..") for part in name.split("/"))
 

@@ -143,7 +143,7 @@ class BlockReader:
         """
         entry, part = self._entry, self._part
         count, step = part.rows.count, part.rows.block
-        # A chunk of one block has no digests of blocks: its digest is that of its bytes.
+        # A chunk of one block has no digests of blocks, but a digest of its bytes.
         if part.is_whole and count <= step:
             return digest_of_data(entry.name, part.index, self._read(0, count)), []
         digests: list[int] = []
@@ -214,7 +214,7 @@ def from_span(entry: ArrayEntry, part: ChunkPart, data: bytes | np.ndarray[Any, 
     elements = np.frombuffer(data, DTYPES[entry.stored_dtype])
     if dim is None:
         return elements.reshape(())
-    # Dims before the one that is cut into blocks have size 1, so rows lie behind each other.
+    # Dims before the dim that is cut into blocks have size 1, so rows lie behind each other.
     elements = elements.reshape(*shape[:dim], -1, *stored[dim + 1 :])
     if shape[dim + 1 :] == stored[dim + 1 :]:
         return elements

@@ -141,7 +141,7 @@ class RegionReader:
                         finish_oldest()
                     self._start(read)
                     work: Callable[[], int] = partial(self._finish, read, scratch)
-                    # A read that is alone in the queue runs in this thread, which would only wait for another one.
+                    # A read that is alone in the queue runs in this thread, which would only wait for another thread.
                     if threads > 1 and pending and read.value is not None and part.nbytes >= LARGE_NBYTES:
                         if pool is None:
                             pool = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="dtckpt-reads"))
@@ -276,10 +276,10 @@ class RegionReader:
             boxes = entry.blocks.cut(Region.full(memory.shape))
             digest, digests = 0, [bytes_digest(as_bytes(memory[box.slices()]).data) for box in boxes]
         self._validate(read, digest, digests)
-        # Only now: what is converted or copied has been verified. (A direct read has filled the destination already.)
+        # Only now, when the elements have been verified. (A direct read has filled the destination already.)
         if read.handle is not None and not read.is_direct:
             deliver(read, memory)
-        read.value = None  # a file of its own closes then
+        read.value = None  # this closes a file that no other read needs
         return part.nbytes
 
     def _validate(self, read: ChunkRead, digest: int, digests: list[int]) -> None:

@@ -19,7 +19,7 @@ class ChunkInfo:
     """One stored chunk: the region it covers, its key below the store's root, its digest, the client that wrote it.
 
     In another library's checkpoint a chunk is a piece of the tensor in one file; its key is the file's name and the
-    piece's first byte. It has no digest, and nobody noted who wrote it.
+    piece's first byte. Its digest and its writer are unknown.
     """
 
     region: Region
@@ -86,7 +86,7 @@ class TensorInfo(ABC):
     @property
     @abstractmethod
     def max_chunk_nbytes(self) -> int:
-        """Bytes of the largest part of the tensor that a read takes into memory of its own, before compression."""
+        """Bytes of the largest part of the tensor for which a read allocates memory, before compression."""
 
     @property
     @abstractmethod

@@ -48,7 +48,7 @@ class VerifiableCheckpoint(Protocol):
         ...
 
     def cause_of(self, error: CheckpointError) -> CheckpointError:
-        """Return the error, or another one if a save has replaced the checkpoint since it was opened."""
+        """Return the error, or another error if a save has replaced the checkpoint since it was opened."""
         ...
 
 
@@ -71,9 +71,9 @@ class VerifyReport:
         num_chunks: Chunks that were read.
         nbytes: Bytes of those chunks.
         num_contents: Tensors whose content digest was compared, too.
-        num_unverified: Tensors that could be read, but of which nobody noted a digest: bytes of them that changed since
-            are not found. Other libraries' files have none, but those that `dtckpt.convert` wrote have.
-        unread: What another library's checkpoint holds beside that: files and notes that dtckpt does not read
+        num_unverified: Tensors that could be read, but have no digest, so that changed bytes are not found. Other
+            libraries' files have no digests, unless `dtckpt.convert` wrote them.
+        unread: The rest of another library's checkpoint: files and notes that dtckpt does not read
             (`dtckpt.Checkpoint.unread`), and the paths of values that cannot be read.
     """
 

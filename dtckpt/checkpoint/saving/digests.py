@@ -22,7 +22,7 @@ from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
 
 MIN_NBYTES = 1 << 20
-"""Smaller chunks are digested in the writing thread: to hand them to another one would cost more."""
+"""Smaller chunks are digested in the writing thread: to hand them to another thread would cost more."""
 WAITING_NBYTES = 32 << 20
 """Bound on the bytes of elements made for a save that wait to be digested."""
 GATHERED_NBYTES = 128 << 10

@@ -124,7 +124,7 @@ class StagingMemory:
         needed = sum(sizes)
         if not needed <= self._block.numel() <= 2 * needed or is_for_cards > self._is_for_cards:
             self._unlock()
-            # The old block is freed before the new one is taken, so that there is never memory for both.
+            # The old block is freed before the new block is allocated, so that there is never memory for both.
             self._pieces, self._shapes, self._block = [], [], torch.empty(0, dtype=torch.uint8)
             self._block, self._is_for_cards = self._allocate(needed), is_for_cards
             self._unlock = host_memory.lock_pages(self._block, self, card) if card else lambda: None

@@ -146,7 +146,7 @@ def _specs(tensors: tuple[_Described, ...], options: SaveOptions, clients: tuple
         holdings = copies_of(clients, shape) if layout is None else holdings_of(layout, shape)
         if slice_text:
             holdings = tuple(Holding(item.region.translate(in_whole.region.offset), item.clients) for item in holdings)
-        # A layout says nothing of a larger tensor that this one is a slice of.
+        # A layout says nothing of a larger tensor of which this tensor is a slice.
         kept = layout if in_whole.full_shape == shape else None
         copies = replica_rules.choose(name, role)
         facts = name, in_whole.full_shape, dtype, stored, holdings, kept

@@ -42,7 +42,7 @@ class StoredDtypes:
 def validate_all_used(patterns: tuple[str, ...], plan: SavePlan) -> None:
     """Refuse patterns that match no tensor of any client, which most likely are typos.
 
-    A pattern is used also if an earlier one wins wherever it matches.
+    A pattern also counts as used if an earlier pattern wins wherever it matches.
 
     Args:
         patterns: The patterns of the rules.

@@ -164,7 +164,7 @@ class ClientWriter:
         try:
             with chunk_digester(has_thread=has_thread, with_content=options.content_digest) as digests:
                 self._start_writes(writer, digests, received)
-                # Copies are compared in the digests' thread, while this one waits for storage.
+                # Copies are compared in the digests' thread, while this thread waits for storage.
                 copies = digests.then(lambda: self._copy_digests(digests.results())) if options.check_replicas else list
                 writer.commit()
                 by_tensor, compared = digests.results(), copies()

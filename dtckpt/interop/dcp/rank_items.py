@@ -179,7 +179,7 @@ def _resolved(planner: SavePlanner, item: WriteItem, region: Region, name: str) 
 
 
 class PlannerSource(Source):
-    """Elements that a planner makes, or that lie on a card: one item at a time is in host memory.
+    """Elements that a planner makes, or that lie on a GPU: one item at a time is in host memory.
 
     Args:
         planner: The planner.
