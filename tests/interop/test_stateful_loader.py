@@ -76,7 +76,7 @@ def changed(change):
         (lambda states: states.update({1: {"position": 3}}), "it is not the state of torchdata's StatefulDataLoader"),
         (lambda states: states[0].update(dataset_state={"at": 1}), "its data set has its own state"),
         (lambda states: states[0].update(fetcher_state={}), "its data set has its own state"),
-        (lambda states: states[1]["_sampler_iter_state"].update(sampler_iter_state={}), "its sampler has its own state"),
+        (lambda states: states[1]["_sampler_iter_state"].update(sampler_iter_state={}), "its sampler has its own"),
     ],
 )
 def test_positions_that_cannot_be_dealt_out(change, text):
