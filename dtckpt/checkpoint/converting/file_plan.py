@@ -45,7 +45,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class FileDigests:
     """What a file holds once its slots are filled, as it was read back from the file.
 
     Args:
@@ -57,7 +57,7 @@ class Written:
     checksums: Mapping[Slot, int]
 
 
-Frame = Callable[[Written], Iterable[tuple[int, bytes]]]
+Frame = Callable[[FileDigests], Iterable[tuple[int, bytes]]]
 """Returns what lies around the slots of a file: pairs of first byte and bytes."""
 
 

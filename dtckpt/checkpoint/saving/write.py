@@ -26,7 +26,7 @@ from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reading.read_chunks import convert
 from dtckpt.checkpoint.saving.digests import ChunkDigester, TensorDigests, chunk_digester
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, SavePlan, TensorPlan
-from dtckpt.checkpoint.saving.replica_check import Copy, copy_digests
+from dtckpt.checkpoint.saving.replica_check import Replica, copy_digests
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.digest import as_bytes, bytes_digest, documents_digest
 from dtckpt.format.dtypes import DTYPES
@@ -59,7 +59,7 @@ class Source(Protocol):
         """Return the elements of a region that this client holds, in the region's shape and the tensor's dtype."""
         ...
 
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Replica]:
         """Return all of this client's copies of one of its boxes; the first is the one that is fetched."""
         ...
 
