@@ -33,7 +33,7 @@ from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import BLOCKS_NAME
 from dtckpt.format.zarr_documents import documents
 from dtckpt.layout.region import Region
-from dtckpt.storage.commit import CommitAttempt
+from dtckpt.storage.commit_target import CommitAttempt
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.zarr_files import ChunkFileWriter, open_writer
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter, allocate_elements, client_folder
