@@ -50,7 +50,7 @@ class StagingMemory:
     def __init__(self, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
         self._allocate = allocate or _allocate
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._is_for_cards = False
+        self._is_for_gpus = False
         self._unlock: Callable[[], object] = lambda: None
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._pieces: list[torch.Tensor] = []
@@ -118,16 +118,16 @@ class StagingMemory:
     def _carve(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Cut the block into buffers for the tensors; take a new block if it is too small, or much too large."""
         shapes = [(source.shape, source.dtype) for source in sources]
-        card = next((source.device for source in sources if source.is_cuda and source.numel()), None)
-        is_for_cards = card is not None
+        gpu = next((source.device for source in sources if source.is_cuda and source.numel()), None)
+        is_for_gpus = gpu is not None
         sizes = [math.ceil(source.nbytes / ALIGNMENT) * ALIGNMENT for source in sources]
         needed = sum(sizes)
-        if not needed <= self._block.numel() <= 2 * needed or is_for_cards > self._is_for_cards:
+        if not needed <= self._block.numel() <= 2 * needed or is_for_gpus > self._is_for_gpus:
             self._unlock()
             # The old block is freed before the new one is taken, so that there is never memory for both.
             self._pieces, self._shapes, self._block = [], [], torch.empty(0, dtype=torch.uint8)
-            self._block, self._is_for_cards = self._allocate(needed), is_for_cards
-            self._unlock = host_memory.lock_pages(self._block, self, card) if card else lambda: None
+            self._block, self._is_for_gpus = self._allocate(needed), is_for_gpus
+            self._unlock = host_memory.lock_pages(self._block, self, gpu) if gpu else lambda: None
         elif shapes == self._shapes:
             return self._pieces
         starts = np.cumsum([0, *sizes]).tolist()
