@@ -45,13 +45,13 @@ docs: install
 bench: install
 	$(BIN)/python -m benchmarks.run $(if $(QUICK),--quick)
 
-# For machines with a card and no network: benchmarks/card.sh installs them there. See docs/measuring.md.
-CARD_PYTHON    := 3.12
-CARD_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
+# For machines with a GPU and no network: benchmarks/gpu.sh installs them there. See docs/measuring.md.
+GPU_PYTHON    := 3.12
+GPU_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 
 wheels:
-	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(CARD_PYTHON) --implementation cp \
-		$(CARD_PLATFORMS:%=--platform %) -c constraints.txt -r benchmarks/card_wheels.txt -d wheels
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary=:all: --python-version $(GPU_PYTHON) --implementation cp \
+		$(GPU_PLATFORMS:%=--platform %) -c constraints.txt -r benchmarks/gpu_wheels.txt -d wheels
 
 lint: ruff types layers
 

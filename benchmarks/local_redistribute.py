@@ -1,4 +1,4 @@
-"""Redistribute within one process beside the plain copy of as many bytes: 8 mesh devices on one card, or on the host.
+"""Redistribute within one process beside the plain copy of as many bytes: 8 mesh devices on one GPU, or on the host.
 
 Run: ``python -m benchmarks.local_redistribute [--device cuda] [--mib 256] [--rounds 9]``.
 """

@@ -3,7 +3,7 @@
 Run: ``python -m benchmarks.tiers_simulation [--days 365] [--output tiers.svg]``. 16 384 clients on 2 048 hosts train
 for a year, in a simulation. Failures come at random, as often and of such kinds as those of the training of Llama 3
 (419 in 54 days; The Llama 3 Herd of Models, 2024). Which hosts are lost together is drawn for each of them, and the
-real placement of the tier decides whether a step is lost (`dtckpt.checkpoint.tiers.placement`).
+real placement of the tier decides whether a step is lost (`dtckpt.checkpoint.tiers.copy_hosts`).
 
 Costs, in seconds, are assumptions of `Costs`; those of a save and a restore follow from bytes and bandwidths. A save to
 the root is asynchronous; its interval is the best one by Daly's formula (`dtckpt.optimal_interval`).
@@ -21,7 +21,7 @@ from rich.table import Table
 
 import dtckpt
 from benchmarks.results import show
-from dtckpt.checkpoint.tiers.placement import Placement
+from dtckpt.checkpoint.tiers.copy_hosts import CopyHosts
 from dtckpt.pictures.svg import Picture
 
 NUM_HOSTS, HOSTS_PER_RACK, RACKS_PER_ROW = 2048, 8, 32
@@ -97,8 +97,8 @@ def simulate(copies: int, costs: Costs, days: int, seed: int) -> Outcome:
     chance = random.Random(seed)
     # What fails as one is a row of racks; so copies are in other rows.
     domains = {name(host): f"row{host // (HOSTS_PER_RACK * RACKS_PER_ROW)}" for host in range(NUM_HOSTS)}
-    placement = Placement.of(domains, max(copies, 1))
-    partners = {host: frozenset((host, *placement.partners(host))) for host in domains}
+    copy_hosts = CopyHosts.of(domains, max(copies, 1))
+    partners = {host: frozenset((host, *copy_hosts.partners(host))) for host in domains}
     root_every_s = max(dtckpt.optimal_interval(costs.root_block_s, MTBF_S), costs.root_s)
     local_every_s = dtckpt.optimal_interval(costs.local_block_s, MTBF_S) if copies else 0.0
     waiting = repeated = 0.0

@@ -228,7 +228,7 @@ def picture(before: Path, after: Path, file: Path) -> None:
 
 
 def demo(out: Path, device: str) -> None:
-    """Run everything; the four clients, and then two, train on CPUs or share the cards that there are."""
+    """Run everything; the four clients, and then two, train on CPUs or share the GPUs that there are."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     committed, resharded = out / "interrupted" / COMMITTED, out / "resharded"

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node=4 -m examples.gpt --steps 50
     python -m examples.gpt                                    # four virtual devices in one process
-    python -m examples.gpt --device cuda                      # four that share a card
+    python -m examples.gpt --device cuda                      # four that share a GPU
 
 The model is ordinary PyTorch. What is distributed stands in one table, `PLACEMENTS`; random numbers do not depend on
 the mesh, so neither do the losses.
@@ -117,7 +117,7 @@ def placed(batch: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]
 def train_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Train on one batch; return the loss. Nothing in here waits for a card."""
+    """Train on one batch; return the loss. Nothing in here waits for a GPU."""
     logits = model(inputs)
     loss = functional.cross_entropy(logits.view(-1, VOCABULARY), targets.reshape(-1))
     optimizer.zero_grad()

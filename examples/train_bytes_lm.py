@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mesh", default="data=2,model=2", help="axes and sizes of the mesh over all clients")
     parser.add_argument("--matrix-spec", default="data,model", help="layout of the moments of matrices")
     parser.add_argument("--vector-spec", default="data+model", help="layout of the moments of vectors")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="clients may share a card")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="clients may share a GPU")
     parser.add_argument("--losses", default="losses.jsonl", help="file for one JSON line per step")
     args = parser.parse_args(argv)
 

@@ -146,10 +146,6 @@ SAME_NAMES = {
     "Failure": "what a history of calls, and what the server, knows of a client that failed",
     "HeldError": "the server decides it, the client raises it",
     "UnknownError": "the server decides it, the client raises it",
-    # To be renamed:
-    **dict.fromkeys(["Call", "Copies", "Copy", "Parameter"], ""),
-    **dict.fromkeys(["Placement", "Progress", "Report", "TensorFacts", "Written"], ""),
-    **dict.fromkeys(["_Checked", "_Draft", "_Handler", "_Job", "_Opened", "_Runs"], ""),
 }
 """Names that two classes may share, each with the reason."""
 

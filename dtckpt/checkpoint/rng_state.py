@@ -38,5 +38,5 @@ class RngState(OpenState):
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
-        for card, card_state in zip(range(torch.cuda.device_count()), state.get("cuda", ()), strict=False):
-            torch.cuda.set_rng_state(card_state, card)
+        for gpu, gpu_state in zip(range(torch.cuda.device_count()), state.get("cuda", ()), strict=False):
+            torch.cuda.set_rng_state(gpu_state, gpu)

@@ -124,7 +124,7 @@ def _write_json(status: TierStatus, lost: frozenset[str], back: _Return, root: s
             name=host,
             domain=domain,
             clients=list(status.clients[host]),
-            copies_on=list(status.placement.partners(host)),
+            copies_on=list(status.copy_hosts.partners(host)),
             is_lost=host in lost,
         )
     for held in status.saves:
@@ -154,8 +154,8 @@ def _write_json(status: TierStatus, lost: frozenset[str], back: _Return, root: s
 
 
 def _odds(status: TierStatus) -> Iterator[tuple[int, float]]:
-    placement = status.placement
-    return ((count, placement.loss_probability(count)) for count in FAILING_AT_ONCE if count <= len(status.domains))
+    copy_hosts = status.copy_hosts
+    return ((count, copy_hosts.loss_probability(count)) for count in FAILING_AT_ONCE if count <= len(status.domains))
 
 
 def _lines(status: TierStatus, lost: frozenset[str], back: _Return) -> Iterator[str]:

@@ -49,7 +49,7 @@ def detached_clone(tensor: torch.Tensor) -> torch.Tensor:
     return allocate(source.shape, source.dtype, source.device).copy_(source)
 
 
-def lock_pages(memory: torch.Tensor, owner: object, card: torch.device) -> Callable[[], object]:
+def lock_pages(memory: torch.Tensor, owner: object, gpu: torch.device) -> Callable[[], object]:
     """Lock host memory in its pages, so that GPUs copy to and from it asynchronously.
 
     ``torch.empty(pin_memory=True)`` would round the size up to a power of two, and keep the memory after it is freed.
@@ -58,25 +58,25 @@ def lock_pages(memory: torch.Tensor, owner: object, card: torch.device) -> Calla
     Args:
         memory: A contiguous tensor on the host that is not empty.
         owner: The object that holds the memory. When it is garbage-collected, the memory is unlocked.
-        card: A GPU that this client uses. CUDA creates a context on the current GPU, which may be another client's.
+        gpu: A GPU that this client uses. CUDA creates a context on the current GPU, which may be another client's.
 
     Returns:
         A function that unlocks the memory; call it before the memory is freed.
     """
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    with torch.cuda.device(card):
+    with torch.cuda.device(gpu):
         error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
         if error:
             _take_last_error()
             logger.warning("%d bytes of host memory cannot be page-locked: cudaError %d", memory.nbytes, error)
             return lambda: None
-    unlock = weakref.finalize(owner, _unlock_pages, memory.data_ptr(), card)
+    unlock = weakref.finalize(owner, _unlock_pages, memory.data_ptr(), gpu)
     unlock.atexit = False  # when the interpreter exits, the driver may be gone before the finalizer runs
     return unlock
 
 
-def _unlock_pages(address: int, card: torch.device) -> None:
-    with torch.cuda.device(card):
+def _unlock_pages(address: int, gpu: torch.device) -> None:
+    with torch.cuda.device(gpu):
         torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 

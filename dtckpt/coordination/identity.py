@@ -29,7 +29,7 @@ def _incarnation(_pid: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class OperationReport:
     """Which operation a client is in, as its heartbeats and arrivals say.
 
     Operations of a process come one after the other, so all calls up to ``num_ended`` that belong to one have ended.
@@ -52,10 +52,10 @@ class BarrierCalls:
         self._lock = threading.Lock()
         self._num_calls = 0
         self._latest = 0
-        self._report = Report()
+        self._report = OperationReport()
 
     @property
-    def report(self) -> Report:
+    def report(self) -> OperationReport:
         """Where the client is now."""
         return self._report
 
@@ -70,7 +70,7 @@ class BarrierCalls:
     def wait_at(self, name: str) -> None:
         """Note that the client waits in an operation's first round."""
         with self._lock:
-            self._report = Report(self._report.operation, self._report.num_ended, name)
+            self._report = OperationReport(self._report.operation, self._report.num_ended, name)
 
     def end(self, call: int, operation: str) -> None:
         """Note that a call of an operation has ended, and which operation the client is in then ("": in none).
@@ -80,7 +80,7 @@ class BarrierCalls:
         """
         with self._lock:
             operation = operation if call == self._latest else self._report.operation
-            self._report = Report(operation, max(call, self._report.num_ended))
+            self._report = OperationReport(operation, max(call, self._report.num_ended))
 
     def leave_operation(self) -> None:
         """Note that the client is in no operation any more, and waits for no answer.
@@ -88,7 +88,7 @@ class BarrierCalls:
         After an interrupt a thread may still wait for an answer, but no caller uses that answer.
         """
         with self._lock:
-            self._report = Report("", max(self._latest, self._report.num_ended))
+            self._report = OperationReport("", max(self._latest, self._report.num_ended))
             self._latest = 0
 
 

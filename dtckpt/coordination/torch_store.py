@@ -56,7 +56,7 @@ from dtckpt.coordination.api import (
     Verdict,
     Vote,
 )
-from dtckpt.coordination.identity import Report
+from dtckpt.coordination.identity import OperationReport
 from dtckpt.coordination.torch_store_calls import StoreCalls, StoreConnection, StoreSilentError
 from dtckpt.coordination.torch_store_rounds import Arrival, BarrierCall, JoinedRound, Round, StoreRounds
 from dtckpt.coordination.verdicts import Decision, Outcome
@@ -84,7 +84,7 @@ class _Heartbeat:
     count: int = 0
     state: str = "registered"
     progress: Progress = field(default_factory=Progress)
-    report: Report = field(default_factory=Report)
+    report: OperationReport = field(default_factory=OperationReport)
 
     def dump(self) -> str:
         return json.dumps(asdict(self))
@@ -94,7 +94,7 @@ class _Heartbeat:
         if text == NO_HEARTBEAT:
             return None
         fields = json.loads(text)
-        progress, report = Progress(**fields["progress"]), Report(**fields["report"])
+        progress, report = Progress(**fields["progress"]), OperationReport(**fields["report"])
         return cls(**{**fields, "progress": progress, "report": report})
 
 
@@ -392,7 +392,7 @@ class TorchStoreCoordination:
         return None
 
     @staticmethod
-    def _is_elsewhere(call: BarrierCall, client: int, report: Report) -> bool:
+    def _is_elsewhere(call: BarrierCall, client: int, report: OperationReport) -> bool:
         """Whether a client that has not arrived at a later round of an operation is not in the operation any more."""
         if call.operation is None or report.operation == call.operation.id:
             return False

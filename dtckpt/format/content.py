@@ -66,7 +66,7 @@ def content_share(elements: np.ndarray[Any, Any], shape: tuple[int, ...], region
     """
     if region.is_empty:
         return 0
-    runs = _Runs.of(shape, region, elements.itemsize)
+    runs = _ByteRuns.of(shape, region, elements.itemsize)
     is_copied = runs.filled is not None or runs.nbytes < _RUN_NBYTES or not elements.flags.c_contiguous
     # Too much to copy at once: the shares of two halves give the region's share.
     if is_copied and elements.nbytes // runs.nbytes * runs.copied_nbytes > _PART_NBYTES and elements.size > 1:
@@ -111,7 +111,7 @@ def _frame(nbytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Runs:
+class _ByteRuns:
     """The runs of bytes of a region in its tensor, at regular distances; see the drawing above.
 
     Args:
@@ -136,7 +136,7 @@ class _Runs:
 
     @classmethod
     @functools.lru_cache(maxsize=4096)
-    def of(cls, shape: tuple[int, ...], region: Region, itemsize: int) -> _Runs:
+    def of(cls, shape: tuple[int, ...], region: Region, itemsize: int) -> _ByteRuns:
         """Return the runs of a region that is not empty."""
         strides = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         # Dims after ``inner`` are whole in the region, so a run goes through ``inner`` and all of them.

@@ -38,7 +38,7 @@ MAX_REMEMBERED = 1024
 _MASK = 2**31 - 1
 
 # By default process group, so that the history of a group that has ended goes with it.
-_jobs: WeakKeyDictionary[Any, _Job] = WeakKeyDictionary()
+_jobs: WeakKeyDictionary[Any, _JobHistories] = WeakKeyDictionary()
 
 
 class Failure:
@@ -134,7 +134,7 @@ class GroupHistory:
         return self._calls[position] if 0 <= position < len(self._calls) else None
 
 
-class _Job:
+class _JobHistories:
     """The histories of all groups of clients.
 
     Attributes:
@@ -169,9 +169,9 @@ def _share_a_pair(one: Group, other: Group) -> bool:
     return len({*one}.intersection(other)) > 1
 
 
-def _job() -> _Job:
+def _job() -> _JobHistories:
     world = dist.group.WORLD
-    return _jobs.get(world) or _jobs.setdefault(world, _Job())
+    return _jobs.get(world) or _jobs.setdefault(world, _JobHistories())
 
 
 def has_calls() -> bool:

@@ -188,7 +188,7 @@ class LocalCall:
     _record: CallRecord | None = None
 
     def is_answered(self, now: float) -> bool:
-        """As `RedistributionCall.is_answered`."""
+        """Tell others that disagree in this call that this client has gone on; return whether no more is to be done."""
         del now
         # One record for good: it knows in which requests this client has taken part.
         self._record = self._record or CallRecord(self.group, self.number, self.plan)
@@ -331,7 +331,7 @@ class FailedCall(NamedTuple):
     record: CallRecord
 
     def is_answered(self, now: float) -> bool:
-        """As `RedistributionCall.is_answered`."""
+        """Join the requests of others; return whether all clients have registered in this call."""
         del now
         return self.record.is_settled()
 

@@ -506,7 +506,7 @@ def validate_reduction(reduce_op: str, dtype: torch.dtype, divisor: int = 1) -> 
         reduce_terms(trial, [trial, trial], reduce_op)
         average(trial, divisor)
         if dtype.is_floating_point and dtype.itemsize == 1:
-            raise TypeError("cards cannot multiply 8-bit floats")
+            raise TypeError("GPUs cannot multiply 8-bit floats")
     except (RuntimeError, TypeError) as error:
         wanted = "avg" if divisor > 1 else reduce_op
         raise LayoutError(f"reduction: cannot reduce {dtype} by {wanted!r}: {error}; convert it first") from None

@@ -267,7 +267,7 @@ def _overlap(layout: Layout, shape: Sequence[int], region: Region, dim: int, ind
 
 
 @dataclass(slots=True)
-class _Draft:
+class _DraftMoves:
     """The moves of a plan that is being made."""
 
     copies: list[Move] = field(default_factory=list)
@@ -303,7 +303,7 @@ class _Planner:
         self._is_local = self._senders.are_held_by_all(target.mesh.clients)
 
     def plan(self, shape: tuple[int, ...]) -> ExchangePlan:
-        draft = _Draft()
+        draft = _DraftMoves()
         for part, receivers in self._new_parts.items():
             self._receive(shape, part, receivers, draft)
         # Where every client holds all parts, no client receives, and the search for receivers would be in vain.
@@ -317,7 +317,7 @@ class _Planner:
             is_local=self._is_local,
         )
 
-    def _receive(self, shape: tuple[int, ...], part: Part, receivers: tuple[int, ...], draft: _Draft) -> None:
+    def _receive(self, shape: tuple[int, ...], part: Part, receivers: tuple[int, ...], draft: _DraftMoves) -> None:
         """Plan how this client's devices ``receivers``, which need the same new box, get it.
 
         Where the client holds all terms of a box, each device copies it. Otherwise the first device gets the box and
@@ -342,7 +342,7 @@ class _Planner:
                     draft.receives[client].append(_move(sender, first, box))
             draft.forwards += [_move(first, other, box) for other in others]
 
-    def _send(self, shape: tuple[int, ...], part: Part, senders: tuple[int, ...], draft: _Draft) -> None:
+    def _send(self, shape: tuple[int, ...], part: Part, senders: tuple[int, ...], draft: _DraftMoves) -> None:
         """Plan the messages to other clients from this client's devices ``senders``, which hold the same part.
 
         The mirror of `_receive`: of the receivers that overlap the part, those whose turn falls on this client.

@@ -359,17 +359,17 @@ class EnqueuedRedistribution:
     Args:
         plans: One per tensor; no plan sends anything through host memory.
         tensors: The components of each.
-        cards: See `_cards`.
+        gpus: See `_gpus`.
 
     Attributes:
         components: As of `Redistribution`.
     """
 
     def __init__(
-        self, plans: Sequence[RedistributionPlan], tensors: Sequence[Components], cards: Sequence[torch.device]
+        self, plans: Sequence[RedistributionPlan], tensors: Sequence[Components], gpus: Sequence[torch.device]
     ) -> None:
         inputs = [part for components in tensors for part in components.values()]
-        self._beside = SideStreams(cards)
+        self._beside = SideStreams(gpus)
         self.components: list[dict[int, torch.Tensor]] = []
 
         def work() -> list[torch.Tensor]:
@@ -434,8 +434,8 @@ def redistribute_components(
     # Only a host that waits can notice that others ask for something else, so only such calls are counted. Under a
     # fake process group no message is sent, and nothing is waited for.
     host_waits = any(not plan.is_local and plan.change.device_type == "cpu" for plan in plans) and not is_fake()
-    if is_async and not host_waits and (cards := _cards(plans, tensors)):
-        return EnqueuedRedistribution(plans, tensors, cards)
+    if is_async and not host_waits and (gpus := _gpus(plans, tensors)):
+        return EnqueuedRedistribution(plans, tensors, gpus)
     if all(plan.is_local for plan in plans):
         return LocalRedistribution(plans, tensors, into)
     for plan in plans:
@@ -453,7 +453,7 @@ def redistribute_components(
     return running
 
 
-def _cards(plans: Sequence[RedistributionPlan], tensors: Sequence[Components]) -> list[torch.device]:
+def _gpus(plans: Sequence[RedistributionPlan], tensors: Sequence[Components]) -> list[torch.device]:
     """Return this client's GPUs from or to which tensors go; other tensors of a batch may lie on the host."""
     sources = (part.device for components in tensors for part in components.values())
     messages = (plan.change.device for plan in plans)

@@ -156,7 +156,7 @@ class NativeTransfer:
         self._output, self._work, self._divisor, self._unpack = output, work, divisor, unpack
 
     def abandon(self) -> None:
-        """As `dtckpt.redistribution.exchange.BoxTransfer.abandon`."""
+        """Leave all memory alone from now on: the call has failed."""
         self._work.abandon()
 
     def finish(self) -> list[dict[int, torch.Tensor]]:

@@ -33,11 +33,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import MappingProxyType
 
+from typing_extensions import override
+
 from dtckpt.comm.background_threads import begin
 from dtckpt.errors import CheckpointExistsError, CheckpointNotFoundError, StorageError
 from dtckpt.format import json_facts
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.format.names import DCP_METADATA_NAME
+from dtckpt.storage.commit_target import CommitAttempt, CommitTarget
 from dtckpt.storage.failures import taken_over_error, translate_errors
 from dtckpt.storage.folder import ObjectFolder
 from dtckpt.storage.url import Url
@@ -199,16 +202,16 @@ def start_ns(attempt: str) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-class ObjectStoreTarget:
-    """The commit target of a URL; see `dtckpt.storage.commit.CommitTarget`."""
+class ObjectStoreTarget(CommitTarget):
+    """The commit target of a URL."""
 
     def __init__(self, register: AttemptRegister) -> None:
         self.where = register.where
         self.folder: ObjectFolder = register.data
         self._register = register
 
+    @override
     def check_target(self, *, overwrite: bool) -> None:
-        """As `CommitTarget.check_target`."""
         with translate_errors("look at the target", self.where):
             if self._register.newest_committed() is not None:
                 if not overwrite:
@@ -226,8 +229,8 @@ class ObjectStoreTarget:
             return False
         return True
 
+    @override
     def locate(self) -> ObjectFolder:
-        """As `CommitTarget.locate`."""
         with translate_errors("open the checkpoint", self.where):
             before: list[str] = []
             for _ in range(MAX_TRIES):
@@ -243,8 +246,8 @@ class ObjectStoreTarget:
             hint = "; a save to it did not complete" if before else ""
             raise CheckpointNotFoundError(f"there is no checkpoint at {self.where}{hint}")
 
+    @override
     def begin(self, token: str) -> ObjectStoreAttempt:
-        """As `CommitTarget.begin`."""
         with translate_errors("begin the checkpoint", self.where):
             for _ in range(MAX_TRIES):
                 # Claim first, look then: of two leaders that begin at once, the one that wrote last sees the other's
@@ -259,17 +262,18 @@ class ObjectStoreTarget:
                 self._register.forget(attempt)
             raise taken_over_error(self.where)
 
+    @override
     def join(self, token: str) -> ObjectStoreAttempt:
-        """As `CommitTarget.join`."""
         return ObjectStoreAttempt(self._register, token)
 
+    @override
     @contextmanager
     def pin(self) -> Iterator[None]:
         """As `CommitTarget.pin`: there are no locks; a reader whose checkpoint is removed gets an error."""
         yield
 
+    @override
     def remove(self) -> None:
-        """As `CommitTarget.remove`."""
         with translate_errors("remove the checkpoint", self.where):
             self._register.data.remove(MARKER_NAMES)  # first: markers lead only to a committed checkpoint
             for attempt in self._register.attempts():
@@ -277,14 +281,15 @@ class ObjectStoreTarget:
                     self._register.remove(attempt)
 
 
-class ObjectStoreAttempt:
-    """An attempt to save to an object store; see `dtckpt.storage.commit.CommitAttempt`."""
+class ObjectStoreAttempt(CommitAttempt):
+    """An attempt to save to an object store."""
 
     def __init__(self, register: AttemptRegister, name: str) -> None:
         self.token = name
         self.folder: ObjectFolder = register.data / name
         self._register = register
 
+    @override
     @contextmanager
     def keep_alive(self) -> Iterator[None]:
         """As `CommitAttempt.keep_alive`: a thread renews the claim."""
@@ -304,8 +309,8 @@ class ObjectStoreAttempt:
             ended.set()
             renewing.result()
 
+    @override
     def validate(self, client: int) -> None:
-        """As `CommitAttempt.validate`."""
         where = self._register.where
         with translate_errors("look for the attempt", where):
             if not self._register.is_claimed(self.token):
@@ -314,14 +319,14 @@ class ObjectStoreAttempt:
                     "use one object store"
                 )
 
+    @override
     def commit(
         self,
         *,
         overwrite: bool,
-        is_durable: bool = True,  # noqa: ARG002  (writes are durable)
+        is_durable: bool = True,  # without effect: writes are durable
         markers: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """As `CommitAttempt.commit`."""
         register = self._register
         with translate_errors("commit the checkpoint", register.where):
             # Before its own decision: an older attempt that decided after it would report a commit that no reader looks
@@ -342,14 +347,14 @@ class ObjectStoreAttempt:
         except Exception as error:  # this attempt is committed, whether the old ones can be removed or not
             logger.warning("what was at %s before could not all be removed: %s", register.where, error)
 
+    @override
     def is_taken_over(self) -> bool:
-        """As `CommitAttempt.is_taken_over`."""
         with suppress(StorageError), translate_errors("look for the attempt", self._register.where):
             return self._register.decision(self.token) == GIVEN_UP
         return False
 
+    @override
     def abandon(self) -> None:
-        """As `CommitAttempt.abandon`."""
         try:
             # False if the attempt is committed after all: the answer to that write was lost, and the files are the
             # checkpoint.
@@ -358,8 +363,8 @@ class ObjectStoreAttempt:
         except Exception as error:  # the caller has an error to report already; the next attempt removes it
             logger.warning("what a failed save of %s left could not be removed: %s", self._register.where, error)
 
+    @override
     def sweep(self) -> None:
-        """As `CommitAttempt.sweep`."""
         try:
             # It only looks: as long as there is no decision, the leader may still commit these files.
             if self._register.decision(self.token) == GIVEN_UP:

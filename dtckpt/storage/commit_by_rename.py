@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from typing_extensions import override
+
 from dtckpt.errors import (
     CheckpointExistsError,
     CheckpointIncompleteError,
@@ -37,6 +39,7 @@ from dtckpt.errors import (
     StorageError,
 )
 from dtckpt.format.manifest import MANIFEST_NAME
+from dtckpt.storage.commit_target import CommitAttempt, CommitTarget
 from dtckpt.storage.directory_lock import lock_directory
 from dtckpt.storage.failures import taken_over_error, translate_errors
 from dtckpt.storage.fsync import sync, sync_all, walk_folders
@@ -366,50 +369,50 @@ def locate(target: Path) -> Path:
         raise CheckpointNotFoundError(f"there is no checkpoint at {target}{hint}")
 
 
-class DirectoryTarget:
-    """The commit target of a path on a file system; see `dtckpt.storage.commit.CommitTarget`."""
+class DirectoryTarget(CommitTarget):
+    """The commit target of a path on a file system."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
         self.folder = LocalFolder(where)
 
+    @override
     def check_target(self, *, overwrite: bool) -> None:
-        """As `CommitTarget.check_target`."""
         check_target(self.where, overwrite=overwrite)
 
+    @override
     def locate(self) -> LocalFolder:
-        """As `CommitTarget.locate`."""
         return LocalFolder(locate(self.where))
 
+    @override
     def begin(self, token: str) -> DirectoryAttempt:
-        """As `CommitTarget.begin`."""
         return DirectoryAttempt(begin(self.where, token))
 
+    @override
     def join(self, token: str) -> DirectoryAttempt:
-        """As `CommitTarget.join`."""
         # A client that does not see the directory gets inode None here: `validate` raises, and `sweep` removes nothing.
         path = working_path(self.where, token)
         return DirectoryAttempt(WorkingDirectory(path, self.where, token, inode_of(path)))
 
+    @override
     @contextmanager
     def pin(self) -> Iterator[None]:
-        """As `CommitTarget.pin`."""
         with ExitStack() as stack:
             # If nothing is there, the reader finds that out itself, and tells all clients.
             with suppress(OSError):
                 stack.enter_context(lock_directory(locate(self.where), is_shared=True))
             yield
 
+    @override
     def remove(self) -> None:
-        """As `CommitTarget.remove`."""
         folder = locate(self.where)
         with translate_errors("remove the checkpoint", self.where), lock_directory(folder) as is_free:
             if is_free:
                 discard(folder, self.where, is_durable=True)
 
 
-class DirectoryAttempt:
-    """An attempt to save to a file system; see `dtckpt.storage.commit.CommitAttempt`."""
+class DirectoryAttempt(CommitAttempt):
+    """An attempt to save to a file system."""
 
     def __init__(self, directory: WorkingDirectory) -> None:
         self.token = directory.token
@@ -419,14 +422,15 @@ class DirectoryAttempt:
         with suppress(FileNotFoundError):
             weakref.finalize(self, os.close, os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW))
 
+    @override
     @contextmanager
     def keep_alive(self) -> Iterator[None]:
         """As `CommitAttempt.keep_alive`: the directory's lock."""
         with lock_directory(self._directory.path):
             yield
 
+    @override
     def validate(self, client: int) -> None:
-        """As `CommitAttempt.validate`."""
         if not self._directory.path.is_dir():
             # It was there when the attempt began: a newer attempt has removed it.
             if self._directory.inode is not None:
@@ -436,24 +440,24 @@ class DirectoryAttempt:
                 "one shared file system"
             )
 
+    @override
     def commit(
         self, *, overwrite: bool, is_durable: bool = True, markers: Mapping[str, bytes] = MappingProxyType({})
     ) -> None:
-        """As `CommitAttempt.commit`."""
         commit(self._directory, overwrite=overwrite, is_durable=is_durable)
         # Not before: programs that look for them look into directories under construction, too.
         _write_markers(self._directory.target, markers, is_durable=is_durable)
 
+    @override
     def is_taken_over(self) -> bool:
-        """As `CommitAttempt.is_taken_over`."""
         with suppress(OSError):  # the caller has an error to report already
             return not is_own(self._directory)
         return False
 
+    @override
     def abandon(self) -> None:
-        """As `CommitAttempt.abandon`."""
         abandon(self._directory)
 
+    @override
     def sweep(self) -> None:
-        """As `CommitAttempt.sweep`."""
         sweep(self._directory.path, self._directory.target, self._directory.inode)

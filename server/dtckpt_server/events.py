@@ -26,7 +26,7 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TaskProgress:
     """The last progress that a task reported."""
 
     phase: str = ""
@@ -36,7 +36,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TaskReport:
     """Which operation a task is in, as it reports. Its operations come one after the other.
 
     Args:
@@ -48,7 +48,7 @@ class Report:
     num_ended: int = 0
 
 
-NOWHERE = Report()
+NOWHERE = TaskReport()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Register:
     attempt: int = 0
     host: str = ""
     job_name: str = ""
-    report: Report = NOWHERE
+    report: TaskReport = NOWHERE
     owner: str = ""
 
 
@@ -85,8 +85,8 @@ class Heartbeat:
     """
 
     who: Identity
-    progress: Progress = Progress()
-    report: Report = NOWHERE
+    progress: TaskProgress = TaskProgress()
+    report: TaskReport = NOWHERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class Arrive:
     is_certain: bool = False
     is_again: bool = False
     was_cut_off: bool = False
-    report: Report = NOWHERE
+    report: TaskReport = NOWHERE
 
     def members(self, num_clients: int) -> Sequence[int]:
         """Check the arrival and return the participants, sorted: a range if they are all tasks of the job.

@@ -71,7 +71,7 @@ def _tolerant(name: str, handler: Any, refuse: Refuse) -> Any:
 
     async def serve(request: Any, context: Any) -> Any:
         try:
-            answer = behavior(_Checked(request) if handler.request_streaming else _check(request), context)
+            answer = behavior(_CheckedRequests(request) if handler.request_streaming else _check(request), context)
             if not inspect.isasyncgen(answer):
                 return await answer
             async for each in answer:
@@ -96,7 +96,7 @@ def _check(request: Any) -> Any:
     return request
 
 
-class _Checked:
+class _CheckedRequests:
     """Requests of a stream, each checked.
 
     A class, because a generator that is dropped early would leave gRPC's own generator open.
@@ -105,7 +105,7 @@ class _Checked:
     def __init__(self, requests: AsyncIterator[Any]) -> None:
         self._requests = requests
 
-    def __aiter__(self) -> _Checked:
+    def __aiter__(self) -> _CheckedRequests:
         return self
 
     async def __anext__(self) -> Any:

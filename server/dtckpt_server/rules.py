@@ -38,7 +38,7 @@ from dtckpt_server.events import (
     Leave,
     Members,
     Register,
-    Report,
+    TaskReport,
     Tick,
 )
 from dtckpt_server.failures import Failure
@@ -403,7 +403,7 @@ class Rules:
 
     # --- where tasks are ----------------------------------------------------------------------------------------
 
-    def _note_report(self, job: Job, task: Task, report: Report, now: float) -> None:
+    def _note_report(self, job: Job, task: Task, report: TaskReport, now: float) -> None:
         if report != task.report and report.num_ended >= task.report.num_ended:
             task.report = report
             self._fail_waits_for(job, task, now)

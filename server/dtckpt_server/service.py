@@ -38,9 +38,9 @@ from dtckpt_server.events import (
     Heartbeat,
     Identity,
     Leave,
-    Progress,
     Register,
-    Report,
+    TaskProgress,
+    TaskReport,
     Tick,
 )
 from dtckpt_server.grpc_errors import Refusal
@@ -529,8 +529,8 @@ def _identity(task: pb.TaskIdentity) -> Identity:
     return Identity(task.job, task.task, task.incarnation)
 
 
-def _progress(progress: pb.Progress) -> Progress:
-    return Progress(progress.phase[:MAX_PHASE_CHARS], progress.step, progress.bytes_done, progress.bytes_total)
+def _progress(progress: pb.Progress) -> TaskProgress:
+    return TaskProgress(progress.phase[:MAX_PHASE_CHARS], progress.step, progress.bytes_done, progress.bytes_total)
 
 
 def _speaker(request: pb.HeartbeatStreamRequest, who: Identity | None) -> Identity:
@@ -541,5 +541,5 @@ def _speaker(request: pb.HeartbeatStreamRequest, who: Identity | None) -> Identi
     return speaker
 
 
-def _report(report: pb.Report) -> Report:
-    return Report(report.operation, report.num_ended)
+def _report(report: pb.Report) -> TaskReport:
+    return TaskReport(report.operation, report.num_ended)

@@ -217,7 +217,7 @@ class _HTTPServer(ThreadingHTTPServer):
         self._slots = threading.BoundedSemaphore(2 * MAX_CONNECTIONS)
         self._lock = threading.Lock()
         self._deadlines: dict[socket.socket, float] = {}  # of connections, oldest first
-        super().__init__(where, _Handler)
+        super().__init__(where, _StatusHandler)
 
     def server_bind(self) -> None:
         # Not HTTPServer's method, which asks DNS for a name that is not used.
@@ -261,7 +261,7 @@ class _HTTPServer(ThreadingHTTPServer):
         logger.debug("a page could not be sent", exc_info=True)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _StatusHandler(BaseHTTPRequestHandler):
     """Answers GET; everything else is refused by the base class."""
 
     timeout = REQUEST_TIMEOUT_S

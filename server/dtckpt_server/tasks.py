@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING
 
-from dtckpt_server.events import Progress, Report
+from dtckpt_server.events import TaskProgress, TaskReport
 
 if TYPE_CHECKING:
     from dtckpt_server.state import Barrier
@@ -39,10 +39,10 @@ class Task:
     host: str
     heard_at: float
     state: str = REGISTERED
-    progress: Progress = Progress()  # noqa: RUF009  immutable
+    progress: TaskProgress = TaskProgress()  # noqa: RUF009  immutable
     progressed_at: float = 0.0  # when it last reported another progress
     rival: tuple[int, float] = (0, 0.0)  # incarnation that wants this place, and since when
-    report: Report = Report()  # noqa: RUF009  immutable
+    report: TaskReport = TaskReport()  # noqa: RUF009  immutable
     calls: dict[int, Barrier] = field(default_factory=dict)  # oldest first
 
     def note_call(self, call: int, barrier: Barrier) -> None:

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from support.states import NUM_CARDS
+from support.states import NUM_GPUS
 
 import dtckpt
 
@@ -31,15 +31,15 @@ def test_draws_go_on_from_values_that_were_restored_without_a_target(tmp_path):
     assert draw() == drawn
 
 
-class Cards:
-    """Stands for some cards, all of which the program has used, or for none; their states are numbers."""
+class Gpus:
+    """Stands for some GPUs, all of which the program has used, or for none; their states are numbers."""
 
     def __init__(self, monkeypatch, states):
-        self.states = {card: torch.tensor([state], dtype=torch.uint8) for card, state in enumerate(states)}
+        self.states = {gpu: torch.tensor([state], dtype=torch.uint8) for gpu, state in enumerate(states)}
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.states))
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(self.states))
         monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [one.clone() for one in self.states.values()])
-        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, card: self.states.update({card: state.clone()}))
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, gpu: self.states.update({gpu: state.clone()}))
 
     def numbers(self):
         return [int(state) for state in self.states.values()]
@@ -48,21 +48,21 @@ class Cards:
 @pytest.mark.parametrize("num_here", range(3))
 @pytest.mark.parametrize("num_saved", range(3))
 @pytest.mark.parametrize("is_per_client", [True, False])
-def test_another_number_of_cards(tmp_path, monkeypatch, is_per_client, num_saved, num_here):
+def test_another_number_of_gpus(tmp_path, monkeypatch, is_per_client, num_saved, num_here):
     rng = dtckpt.RngState()
     state = {"rng": dtckpt.PerClient(rng, on_resize="keep") if is_per_client else rng}
-    Cards(monkeypatch, [11, 12][:num_saved])
+    Gpus(monkeypatch, [11, 12][:num_saved])
     dtckpt.save(tmp_path / "s", state)
     drawn = draw()
-    here = Cards(monkeypatch, [21, 22][:num_here])
+    here = Gpus(monkeypatch, [21, 22][:num_here])
     dtckpt.restore(tmp_path / "s", state)
     assert draw() == drawn
     assert here.numbers() == [*[11, 12][: min(num_saved, num_here)], *[21, 22][num_saved:num_here]]
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not NUM_CARDS, reason="there is no card")
-def test_draws_on_cards_go_on(tmp_path):
+@pytest.mark.skipif(not NUM_GPUS, reason="there is no GPU")
+def test_draws_on_gpus_go_on(tmp_path):
     torch.zeros(1, device="cuda")
     dtckpt.save(tmp_path / "s", {"rng": dtckpt.RngState()})
     drawn = torch.rand(3, device="cuda")

@@ -100,5 +100,5 @@ def test_a_malformed_status(key, odd):
         status = TierStatus.from_bytes(json.dumps(SOUND | {key: odd}).encode())
     except CheckpointCorruptError:
         return
-    assert status.placement.domains
+    assert status.copy_hosts.domains
     assert all(len(held.missing) <= 1 << 20 for held in status.saves)

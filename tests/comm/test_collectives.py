@@ -4,7 +4,7 @@ import operator
 
 import pytest
 import torch
-from support.states import NCCL, needs_cards
+from support.states import NCCL, needs_gpus
 
 from dtckpt.comm import collectives
 from dtckpt.comm.collectives import NativeCollectives, PairwiseCollectives, collectives_of, reduce_terms
@@ -22,9 +22,9 @@ IMPLEMENTATIONS = [
     pytest.param("cpu", 1, None, id="native alone"),
     pytest.param("cpu", 3, None, id="native of 3"),
     pytest.param("cpu", 4, (0, 2, 3), id="native of 3 among 4"),
-    pytest.param("cuda", 1, None, marks=needs_cards(1), id="nccl alone"),
-    pytest.param("cuda", 2, None, marks=needs_cards(2), id="nccl of 2"),
-    pytest.param("cuda", 4, (0, 2, 3), marks=needs_cards(4), id="nccl of 3 among 4"),
+    pytest.param("cuda", 1, None, marks=needs_gpus(1), id="nccl alone"),
+    pytest.param("cuda", 2, None, marks=needs_gpus(2), id="nccl of 2"),
+    pytest.param("cuda", 4, (0, 2, 3), marks=needs_gpus(4), id="nccl of 3 among 4"),
 ]
 
 
@@ -62,7 +62,7 @@ def test_alone_pairwise_needs_no_process_group():
         assert bench.wrong == [], check
 
 
-def test_host_memory_is_served_by_messages_and_cards_by_the_library():
+def test_host_memory_is_served_by_messages_and_gpus_by_the_library():
     assert type(collectives_of([2, 0], 0, torch.device("cpu"))) is PairwiseCollectives
     assert type(collectives_of([2, 0], 0, torch.device("cuda", 0))) is NativeCollectives
     assert collectives_of([2, 0], 0, torch.device("cpu")).members == (0, 2)
@@ -79,15 +79,15 @@ def test_host_memory_is_served_by_messages_and_cards_by_the_library():
         ("bxor", operator.xor),
     ],
 )
-def test_reductions_of_wide_unsigned_integers_need_none_of_the_functions_that_cards_lack(
+def test_reductions_of_wide_unsigned_integers_need_none_of_the_functions_that_gpus_lack(
     monkeypatch, reduce_op, function, dtype
 ):
-    def on_card(first, second, *, out):
+    def on_gpu(first, second, *, out):
         assert not {first.dtype, second.dtype, out.dtype} & {*collectives_cases.WIDE_UNSIGNED}
         return reducer(first, second, out=out)
 
     reducer = collectives.REDUCERS[reduce_op]
-    monkeypatch.setitem(collectives.REDUCERS, reduce_op, on_card)
+    monkeypatch.setitem(collectives.REDUCERS, reduce_op, on_gpu)
     largest = torch.iinfo(dtype).max
     values = [[largest, largest // 2 + 1, 3, 0], [largest, largest // 2 + 1, largest // 3, 1], [largest, 3, 7, largest]]
     expected = [function(function(a, b), c) & largest for a, b, c in zip(*values, strict=True)]

@@ -70,20 +70,20 @@ def test_inputs_are_kept_though_the_work_fails(log):
     assert log[-1] == "input is kept for side"
 
 
-def test_tensors_on_the_host_may_come_with_those_on_cards(monkeypatch):
+def test_tensors_on_the_host_may_come_with_those_on_gpus(monkeypatch):
     devices = []
 
     class Unused:
-        def __init__(self, cards):
-            devices.extend(cards)
+        def __init__(self, gpus):
+            devices.extend(gpus)
 
         def run(self, *_): ...
 
-    class OnCard:
+    class OnGpu:
         device = torch.device("cuda", 1)
 
     monkeypatch.setattr(execute, "SideStreams", Unused)
-    execute.redistribute_components([], [{0: torch.empty(1)}, {0: OnCard()}, {0: OnCard()}], is_async=True)
+    execute.redistribute_components([], [{0: torch.empty(1)}, {0: OnGpu()}, {0: OnGpu()}], is_async=True)
     assert devices == [torch.device("cuda", 1)]
 
 

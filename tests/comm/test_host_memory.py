@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.states import needs_card
+from support.states import needs_gpu
 
 from dtckpt.comm import host_memory
 
@@ -80,25 +80,25 @@ class Runtime:
 class Owner: ...
 
 
-CARD = torch.device("cuda", 3)
+GPU = torch.device("cuda", 3)
 
 
 def test_memory_is_locked_until_it_is_unlocked_or_its_owner_is_gone(monkeypatch):
     runtime = Runtime()
     current = []
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda card: nullcontext(current.append(card)))
+    monkeypatch.setattr(torch.cuda, "device", lambda gpu: nullcontext(current.append(gpu)))
     memory, other, owner = torch.empty(100), torch.empty(10), Owner()
-    unlock = host_memory.lock_pages(memory, owner, CARD)
-    host_memory.lock_pages(other, owner, CARD)
+    unlock = host_memory.lock_pages(memory, owner, GPU)
+    host_memory.lock_pages(other, owner, GPU)
     assert runtime.locked == {memory.data_ptr(): 400, other.data_ptr(): 40}
     unlock()
     unlock()
     assert runtime.locked == {other.data_ptr(): 40}
     del owner
     assert runtime.locked == {}
-    # CUDA would make a context on whichever card is current.
-    assert current == [CARD] * 4
+    # CUDA would make a context on whichever GPU is current.
+    assert current == [GPU] * 4
 
 
 def test_memory_that_cannot_be_locked_serves_as_it_is(monkeypatch, caplog):
@@ -106,16 +106,16 @@ def test_memory_that_cannot_be_locked_serves_as_it_is(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(error=2))
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(host_memory, "_take_last_error", lambda: taken.append(True))
-    host_memory.lock_pages(torch.empty(100), Owner(), CARD)()
+    host_memory.lock_pages(torch.empty(100), Owner(), GPU)()
     assert taken == [True]
     assert "400 bytes of host memory cannot be page-locked: cudaError 2" in caplog.text
 
 
-@pytest.mark.parametrize("card", [pytest.param("cuda", marks=needs_card)])
-def test_what_is_refused_does_not_show_in_the_next_kernel(card, caplog):
+@pytest.mark.parametrize("gpu", [pytest.param("cuda", marks=needs_gpu)])
+def test_what_is_refused_does_not_show_in_the_next_kernel(gpu, caplog):
     memory, owner = torch.empty(100), Owner()
-    torch.ones(1, device=card)
-    host_memory.lock_pages(memory, owner, torch.device(card))
-    host_memory.lock_pages(memory, Owner(), torch.device(card))
+    torch.ones(1, device=gpu)
+    host_memory.lock_pages(memory, owner, torch.device(gpu))
+    host_memory.lock_pages(memory, Owner(), torch.device(gpu))
     assert "cannot be page-locked" in caplog.text
-    assert (torch.ones(2, device=card) + 1).tolist() == [2, 2]
+    assert (torch.ones(2, device=gpu) + 1).tolist() == [2, 2]

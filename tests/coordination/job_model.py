@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtckpt_server import rules as server_rules
-from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Register, Report, Tick
+from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Register, TaskReport, Tick
 from dtckpt_server.rules import Rules
 
 from dtckpt.coordination.identity import BarrierCalls
@@ -219,9 +219,9 @@ class World:
     def _who(self, client: Client) -> Identity:
         return Identity("job", client.number, client.incarnation)
 
-    def _report(self, client: Client) -> Report:
+    def _report(self, client: Client) -> TaskReport:
         report = client.calls.report
-        return Report(report.operation, report.num_ended)
+        return TaskReport(report.operation, report.num_ended)
 
     def _beat(self, client: Client) -> None:
         if self._reaches(client):

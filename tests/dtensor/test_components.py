@@ -158,7 +158,7 @@ def test_copies_that_differ_are_found_when_asked():
 def test_local_devices_that_are_not_there():
     mesh = Mesh(["x"], np.arange(1), [0], ["/job:localhost/replica:0/task:0/device:GPU:0"], "")
     if torch.cuda.is_available():
-        pytest.skip("there is a card")
+        pytest.skip("there is a GPU")
     with pytest.raises(LayoutError, match="no torch device for mesh device"):
         pack([torch.zeros(2)], Layout([UNSHARDED], mesh))
 

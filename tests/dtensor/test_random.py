@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from redistribution import redistribution_cases
-from support.states import NUM_CARDS, bits_of
+from support.states import NUM_GPUS, bits_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -147,7 +147,7 @@ def test_long_gaps_are_skipped():
     assert [piece.count for piece in pieces] == [10] * 4
 
 
-def test_a_card_starts_few_runs():
+def test_a_gpu_starts_few_runs():
     half = Region((0, 0), (8192, 16384))
     assert (
         len(list(pieces_of(half, (8192, 32768), fill_component._DEVICE_BLOCK, fill_component._DEVICE_SEEK)))
@@ -164,9 +164,9 @@ def test_other_devices_make_the_same_numbers(kind, dtype, params, monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not NUM_CARDS, reason="the numbers of a card are to be seen on one")
+@pytest.mark.skipif(not NUM_GPUS, reason="the numbers of a GPU are to be seen on one")
 @pytest.mark.parametrize(("kind", "dtype", "params"), CASES)
-def test_cards_make_the_same_numbers(kind, dtype, params):
+def test_gpus_make_the_same_numbers(kind, dtype, params):
     shape = (300, 7001)
     made = torch.empty(shape, dtype=dtype, device="cuda")
     fill(kind, made, Region.full(shape), shape, 77, **params)
@@ -174,7 +174,7 @@ def test_cards_make_the_same_numbers(kind, dtype, params):
     if kind in EXACT:
         assert bits_of(made) == bits_of(expected)
     elif (kind, dtype) == ("log_normal", torch.float32):
-        # A card's expf, logf and cosf are off by up to two units in the last place. The exponential function makes of
+        # A GPU's expf, logf and cosf are off by up to two units in the last place. The exponential function makes of
         # an absolute error a relative one, several units large where the normal number is.
         torch.testing.assert_close(made.cpu(), expected, rtol=1e-5, atol=1e-5)
     else:
@@ -196,14 +196,14 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("kind", "params"), [("uniform", {}), ("exponential", {}), ("bernoulli", {"p": ...}), ("integers", {"high": 9})]
 )
-def test_the_host_does_not_wait_for_a_card(kind, params):
+def test_the_host_does_not_wait_for_a_gpu(kind, params):
     with FakeTensorMode(), Calls() as calls:
         params = {
             name: torch.full((1024,), 0.5, device="cuda") if value is ... else value for name, value in params.items()
         }
         sampler = sampler_of(kind, torch.float32, params)
         sampler.from_words(TensorStream(5, torch.device("cuda")).words(0, 1024 * sampler.bits // 256))
-    # The first brings a number of Python's to the card, the second one from there.
+    # The first brings a number of Python's to the GPU, the second one from there.
     assert not calls.names & {"aten::lift_fresh", "aten::_local_scalar_dense"}
 
 

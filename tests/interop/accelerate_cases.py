@@ -12,7 +12,7 @@ from examples.tiny_training import ShardedLoader, TinyModel, mean_over_clients
 
 
 def accelerator_on_cpu() -> Accelerator:
-    """Return an ``Accelerator`` that shards by FSDP2, which it would turn on by itself only where there are cards."""
+    """Return an ``Accelerator`` that shards by FSDP2, which it would turn on by itself only where there are GPUs."""
     accelerator = Accelerator(cpu=True)
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(

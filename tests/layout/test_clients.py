@@ -127,7 +127,7 @@ def test_number_of_virtual_devices(count):
 
 
 @pytest.fixture
-def cards(monkeypatch):
+def gpus(monkeypatch):
     def set_number(count):
         monkeypatch.setattr("torch.cuda.device_count", lambda: count)
 
@@ -138,14 +138,14 @@ def cards(monkeypatch):
     ("visible", "local_world", "expected"),
     [(8, 8, [3]), (8, 4, [6, 7]), (1, 8, [0]), (8, None, list(range(8))), (0, 8, [])],
 )
-def test_clients_on_one_machine_share_its_cards(environment, cards, visible, local_world, expected):
-    cards(visible)
+def test_clients_on_one_machine_share_its_gpus(environment, gpus, visible, local_world, expected):
+    gpus(visible)
     environment(torchrun(3, 16, 3, local_world))
     assert [device.device_index for device in clients.local_devices("GPU")] == expected
 
 
-def test_one_mesh_over_cards_of_all_clients(environment, cards):
-    cards(2)
+def test_one_mesh_over_gpus_of_all_clients(environment, gpus):
+    gpus(2)
     meshes = []
     for rank in range(4):
         environment(torchrun(rank, 4, rank % 2, 2))

@@ -123,7 +123,7 @@ def test_wrong_types(world, call):
 
 
 @pytest.mark.parametrize(
-    ("cards", "local_world_size", "expected"),
+    ("gpus", "local_world_size", "expected"),
     [
         (0, None, [0, 0, 0, 0]),
         (1, None, [0, 0, 0, 0]),
@@ -135,7 +135,7 @@ def test_wrong_types(world, call):
         (1, 4, [0, 0, 0, 0]),
     ],
 )
-def test_cards(monkeypatch, world, cards, local_world_size, expected):
+def test_gpus(monkeypatch, world, gpus, local_world_size, expected):
     world(4)
     if local_world_size:
         monkeypatch.delenv("DTENSOR_CLIENT_ID")
@@ -143,12 +143,12 @@ def test_cards(monkeypatch, world, cards, local_world_size, expected):
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "4")
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(device_mesh, "_choose_gpu", lambda mesh: None)
     mesh = init_device_mesh("cuda", (4,))
     assert mesh.device_type == "cuda"
     assert [int(name.rpartition(":")[2]) for name in mesh.global_devices()] == expected
-    if cards == local_world_size == 4:
+    if gpus == local_world_size == 4:
         assert mesh.flatten(name="x") == create_distributed_mesh({"x": 4}, device_type="GPU")
 
 

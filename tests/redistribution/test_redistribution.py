@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.shares import examples
-from support.states import CLIENTS_WITH_CARDS, MESH_MAKERS, cluster_mesh, packed
+from support.states import CLIENTS_WITH_GPUS, MESH_MAKERS, cluster_mesh, packed
 
 from dtckpt import (
     MATCH,
@@ -92,8 +92,8 @@ def test_gradients_go_back_over_clients(pool, clients):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("clients", "backend"), CLIENTS_WITH_CARDS)
-def test_clients_with_cards(pool, clients, backend):
+@pytest.mark.parametrize(("clients", "backend"), CLIENTS_WITH_GPUS)
+def test_clients_with_gpus(pool, clients, backend):
     how = {"clients": clients, "group": True, "backend": backend}
     assert pool.values(redistribution_cases.check_clients, range(120), 1, "GPU", **how) == [[]] * clients
     assert pool.values(redistribution_cases.gradients_over_clients, "GPU", **how) == [[]] * clients

@@ -11,7 +11,18 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 
 from dtckpt_server import rules as server_rules
-from dtckpt_server.events import Arrive, Cancel, Event, Heartbeat, Identity, Leave, Progress, Register, Report, Tick
+from dtckpt_server.events import (
+    Arrive,
+    Cancel,
+    Event,
+    Heartbeat,
+    Identity,
+    Leave,
+    Register,
+    TaskProgress,
+    TaskReport,
+    Tick,
+)
 from dtckpt_server.rules import Rules, apply
 from dtckpt_server.state import Barrier, Effects
 from dtckpt_server.tasks import KEPT_CALLS
@@ -37,7 +48,7 @@ class Caller:
 
     num_calls: int = 0
     arrivals: deque[Arrive] = field(default_factory=lambda: deque(maxlen=KEPT_CALLS // 2))
-    report: Report = field(default_factory=Report)
+    report: TaskReport = field(default_factory=TaskReport)
 
 
 class Simulation:
@@ -61,7 +72,7 @@ class Simulation:
         self._rounds: dict[str, tuple[Round, str]] = {}  # barrier -> what it is a round of, and its position
         self._once: dict[Round, str] = {}  # rounds of operations
         self._present: defaultdict[str, dict[int, int]] = defaultdict(dict)  # barrier -> call by task
-        self._reports: dict[Identity, Report] = {}
+        self._reports: dict[Identity, TaskReport] = {}
 
     def identity(self, job: str, task: int, life: int, *, attempt: int | None = None) -> Identity:
         attempt = self.attempts[job] if attempt is None else attempt
@@ -91,7 +102,7 @@ class Simulation:
             return
         begun = barrier_id if self._verdicts.get(barrier_id, (0, "no verdict"))[1] is None else ""
         operation = "" if gives_up else event.operation or begun or ""
-        caller.report = Report(operation, max(event.call, caller.report.num_ended))
+        caller.report = TaskReport(operation, max(event.call, caller.report.num_ended))
 
     def pass_time(self, seconds: float) -> None:
         end = self.now + seconds
@@ -123,7 +134,7 @@ class Simulation:
             self._told(event.who, event.report)  # also by an arrival that is refused
         if isinstance(event, Arrive) and "given up" in str(effects.refusal):
             later = max((call for who, call in self._joined if who == event.who), default=0)
-            ended = self._reports.get(event.who, Report()).num_ended
+            ended = self._reports.get(event.who, TaskReport()).num_ended
             assert event.call < max(later, ended + 1), "a call that nothing has overtaken was refused"
         if effects.refusal is None:
             self._note(event, effects)
@@ -181,8 +192,8 @@ class Simulation:
         self._reports = {who: report for who, report in self._reports.items() if who.job != job}
         self.operations[job] = [ORPHAN]
 
-    def _told(self, who: Identity, report: Report) -> None:
-        if report.num_ended >= self._reports.get(who, Report()).num_ended:
+    def _told(self, who: Identity, report: TaskReport) -> None:
+        if report.num_ended >= self._reports.get(who, TaskReport()).num_ended:
             self._reports[who] = report
 
     def _right_round(self, event: Arrive, barrier: Barrier, *, was_decided: bool) -> None:
@@ -283,7 +294,7 @@ def random_event(simulation: Simulation, draw: random.Random) -> Event:
     if kind < 0.15:
         return Register(who, NUM_CLIENTS, attempt, report=report)
     if kind < 0.35:
-        return Heartbeat(who, Progress(draw.choice(("", "write")), draw.randrange(3)), report)
+        return Heartbeat(who, TaskProgress(draw.choice(("", "write")), draw.randrange(3)), report)
     if kind < 0.36:
         return Leave(who)
     if kind < 0.37 and simulation.open:

@@ -17,7 +17,7 @@ import grpc
 import pytest
 from coordination.test_grpc_client import clients_at
 from dtckpt_server import events, metrics, status_page
-from dtckpt_server.events import Progress
+from dtckpt_server.events import TaskProgress
 from dtckpt_server.logs import JsonFormatter, LineFormatter
 from dtckpt_server.main import run
 from dtckpt_server.metrics import Metrics, kind_of
@@ -218,7 +218,7 @@ def test_status_page_of_a_large_job_stays_small():
 def test_who_is_worst_is_first():
     world = World()
     world.register()
-    world.happen(events.Heartbeat(events.Identity("job", 1, 2), Progress("write", 12, 1000, 4000)))
+    world.happen(events.Heartbeat(events.Identity("job", 1, 2), TaskProgress("write", 12, 1000, 4000)))
     world.happen(events.Tick())
     for _ in range(14):
         world.now += 0.5

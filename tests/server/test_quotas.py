@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import grpc
 import pytest
 from dtckpt_server import memory, outgoing_answers, quotas, turns
-from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Leave, Register, Report, Tick
+from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Leave, Register, TaskReport, Tick
 from dtckpt_server.outgoing_answers import OutgoingAnswers
 from dtckpt_server.quotas import BusyError, Quotas, Rates, Shares
 from dtckpt_server.rules import Rules, apply
@@ -247,7 +247,7 @@ def hostile(draw, world, seen):
             world.tell(Cancel(who, barrier_id, "because"))
     else:
         for number in range(many):
-            world.tell(Heartbeat(who, report=Report(draw.choice(("", *seen)), number)))
+            world.tell(Heartbeat(who, report=TaskReport(draw.choice(("", *seen)), number)))
 
 
 def history(seed):

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 from dtckpt_server import memory
-from dtckpt_server.events import Cancel, Heartbeat, Register, Report
+from dtckpt_server.events import Cancel, Heartbeat, Register, TaskReport
 
 from dtckpt import errors
 from dtckpt.coordination import barrier_rules
@@ -28,7 +28,7 @@ class Clients(World):
 
     def tell(self, task, operation="", num_ended=0):
         """Let a heartbeat say where a task is."""
-        return self.happen(Heartbeat(self.who(task), report=Report(operation, num_ended)))
+        return self.happen(Heartbeat(self.who(task), report=TaskReport(operation, num_ended)))
 
 
 @pytest.fixture
@@ -291,7 +291,7 @@ def test_round_fails_at_once_when_a_participant_has_left_the_operation(world, is
 def test_round_fails_at_once_when_a_participant_has_begun_another_operation(pair):
     begun, calls = pair.begin(0, 1)
     waiting = pair.arrive(0, "save/written", operation=begun.barrier_id)
-    pair.begin(1, name="restore/begin", report=Report("", calls[1]))
+    pair.begin(1, name="restore/begin", report=TaskReport("", calls[1]))
     assert waiting.failure.message.startswith(ELSEWHERE)
 
 
@@ -312,7 +312,7 @@ def test_round_waits_for_a_participant_that_is_on_its_way(world):
     world.tell(1, begun.barrier_id, calls[1])
     world.tell(1, "", 0)  # was overtaken
     assert waiting.is_open
-    assert world.rules.jobs["job"].tasks[1].report == Report(begun.barrier_id, calls[1])
+    assert world.rules.jobs["job"].tasks[1].report == TaskReport(begun.barrier_id, calls[1])
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -360,7 +360,7 @@ def test_clients_of_one_operation_that_are_in_different_rounds_of_it_fail_at_onc
     begun, calls = pair.begin(0, 1, name="manager/chosen")
     operation = begun.barrier_id
     early, late = (
-        pair.arrive(task, name, operation=operation, report=Report(operation, calls[task]))
+        pair.arrive(task, name, operation=operation, report=TaskReport(operation, calls[task]))
         for task, name in enumerate(["restore/planned", "manager/restored"])
     )
     assert early.failure == late.failure
@@ -395,7 +395,7 @@ def test_operation_that_waits_for_a_client_in_another_ones_later_round_fails_at_
     """Client 1 has given the operation up, in which client 0 waits for it, and begins another."""
     begun, calls = pair.begin(0, 1)
     waiting = pair.arrive(0, "save/written", operation=begun.barrier_id)
-    next_save, _ = pair.begin(1, report=Report("", calls[1]))
+    next_save, _ = pair.begin(1, report=TaskReport("", calls[1]))
     assert waiting.failure.message.startswith(ELSEWHERE)
     assert next_save.is_open
 
@@ -414,20 +414,20 @@ def restarted(*reports):
 
 
 def test_operation_goes_on_although_the_coordinator_was_restarted():
-    world = restarted(Report("old-1", 7), Report("old-1", 8))
+    world = restarted(TaskReport("old-1", 7), TaskReport("old-1", 8))
     for task in range(2):
         barrier = world.arrive(task, "save/written", operation="old-1")
     assert barrier.is_passed
 
 
 def test_operation_waits_for_a_client_that_has_not_registered_again():
-    world = restarted(Report("old-1", 7), None)
+    world = restarted(TaskReport("old-1", 7), None)
     assert world.arrive(0, "save/written", operation="old-1").is_open
 
 
 def test_call_that_had_arrived_before_the_restart_meets_the_others():
     """They have not been told the verdict either; who was cut off is told to all."""
-    world = restarted(Report("", 7), Report("", 8))
+    world = restarted(TaskReport("", 7), TaskReport("", 8))
     for task, is_again in enumerate((True, False)):
         barrier = world.arrive(task, "save/begin", operation="", is_again=is_again)
     assert barrier.is_passed
@@ -437,7 +437,7 @@ def test_call_that_had_arrived_before_the_restart_meets_the_others():
 @pytest.mark.parametrize("first", ["begin", "later round", "registration"])
 def test_call_that_never_heard_that_its_operation_began_fails_with_it(first):
     """Client 0 was told by the earlier life of the coordinator that the save had begun, client 1 was not."""
-    world = restarted(Report("old-1", 7), None if first == "registration" else Report("", 0))
+    world = restarted(TaskReport("old-1", 7), None if first == "registration" else TaskReport("", 0))
 
     def go_on():
         return world.arrive(0, "save/written", operation="old-1")
@@ -461,7 +461,7 @@ def test_call_that_never_heard_that_its_operation_began_fails_with_it(first):
 
 
 def test_operations_of_other_participants_are_not_broken_with_it():
-    world = restarted(Report("old-1", 7), Report("", 0), Report("", 0))
+    world = restarted(TaskReport("old-1", 7), TaskReport("", 0), TaskReport("", 0))
     mine = world.arrive(2, "save/begin", operation="", is_again=True, participants=(1, 2))
     assert not world.arrive(0, "save/written", operation="old-1", participants=(0, 1)).is_open
     assert mine.is_open
@@ -469,7 +469,7 @@ def test_operations_of_other_participants_are_not_broken_with_it():
 
 def test_broken_operations_are_forgotten(monkeypatch):
     monkeypatch.setattr(memory, "KEPT_VERDICTS", 1)
-    world = restarted(Report("old-1", 7), Report("", 0))
+    world = restarted(TaskReport("old-1", 7), TaskReport("", 0))
     assert not world.arrive(0, "save/written", operation="old-1").is_open
     job = world.rules.jobs["job"]
     assert len(job.broken_operations) == 1

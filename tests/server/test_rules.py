@@ -6,7 +6,7 @@ import tracemalloc
 import pytest
 from dtckpt_server import memory
 from dtckpt_server import rules as server_rules
-from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Leave, Progress, Register, Tick
+from dtckpt_server.events import Arrive, Cancel, Heartbeat, Identity, Leave, Register, TaskProgress, Tick
 from dtckpt_server.quotas import Quotas
 from dtckpt_server.rules import Rules, UnknownError, apply
 from dtckpt_server.tasks import KEPT_CALLS
@@ -42,7 +42,7 @@ class World:
 
     def beat(self, *tasks, phase="", step=0, done=0, total=0):
         for task in tasks:
-            self.happen(Heartbeat(self.who(task), Progress(phase, step, done, total)))
+            self.happen(Heartbeat(self.who(task), TaskProgress(phase, step, done, total)))
 
     def leave(self, task):
         return self.happen(Leave(self.who(task)))

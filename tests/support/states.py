@@ -68,8 +68,8 @@ def axis_sizes(draw, names: str = "abc", max_size: int = 4) -> dict[str, int]:
 MeshMaker = Callable[[dict[str, int]], Mesh]
 
 
-def card_mesh(axes: dict[str, int]) -> Mesh:
-    """Return a mesh of CUDA devices of this process, which share the cards that there are."""
+def gpu_mesh(axes: dict[str, int]) -> Mesh:
+    """Return a mesh of CUDA devices of this process, which share the GPUs that there are."""
     with virtual_devices(GPU=math.prod(axes.values())):
         return create_mesh(axes, device_type="GPU")
 
@@ -82,26 +82,26 @@ def needs_newer_torch(reason: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not IS_DEVELOPMENT_TORCH, reason=f"PyTorch before 2.13: {reason}")
 
 
-NUM_CARDS = torch.cuda.device_count()
+NUM_GPUS = torch.cuda.device_count()
 NCCL = "cpu:gloo,cuda:nccl"
 
 
-def needs_cards(number: int) -> list[pytest.MarkDecorator]:
-    reason = f"NCCL needs a card per client: {number}; there are {NUM_CARDS}"
-    return [pytest.mark.cuda, pytest.mark.skipif(number > NUM_CARDS, reason=reason)]
+def needs_gpus(number: int) -> list[pytest.MarkDecorator]:
+    reason = f"NCCL needs a GPU per client: {number}; there are {NUM_GPUS}"
+    return [pytest.mark.cuda, pytest.mark.skipif(number > NUM_GPUS, reason=reason)]
 
 
-needs_card = [
+needs_gpu = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not NUM_CARDS, reason="mesh devices on CUDA need a card to share"),
+    pytest.mark.skipif(not NUM_GPUS, reason="mesh devices on CUDA need a GPU to share"),
 ]
-CLIENTS_WITH_CARDS = [
-    pytest.param(3, "gloo", marks=needs_card, id="3 share a card, messages in host memory"),
-    pytest.param(2, NCCL, marks=needs_cards(2), id="nccl of 2"),
-    pytest.param(4, NCCL, marks=needs_cards(4), id="nccl of 4"),
+CLIENTS_WITH_GPUS = [
+    pytest.param(3, "gloo", marks=needs_gpu, id="3 share a GPU, messages in host memory"),
+    pytest.param(2, NCCL, marks=needs_gpus(2), id="nccl of 2"),
+    pytest.param(4, NCCL, marks=needs_gpus(4), id="nccl of 4"),
 ]
 """How many clients, and the backend of their process group, for `pytest.mark.parametrize`."""
-MESH_MAKERS = [pytest.param(abstract_mesh, id="host"), pytest.param(card_mesh, marks=needs_card, id="card")]
+MESH_MAKERS = [pytest.param(abstract_mesh, id="host"), pytest.param(gpu_mesh, marks=needs_gpu, id="gpu")]
 """Where the components of this process's tensors lie, for `pytest.mark.parametrize`."""
 
 
@@ -128,7 +128,7 @@ def cluster_mesh(axes: dict[str, int], num_clients: int, client: int, kind: str 
     """Return a mesh over several clients as one of them sees it; runs of consecutive devices belong to a client."""
     total = math.prod(axes.values())
     share = total // num_clients
-    # Clients share the host's cards, each from another one on.
+    # Clients share the host's GPUs, each from another one on.
     num_names = share if kind == "CPU" else total
     names = [f"/job:worker/replica:0/task:{i // share}/device:{kind}:{i % num_names}" for i in range(total)]
     mine = list(range(client * share, (client + 1) * share))

@@ -45,7 +45,7 @@ class FileSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class FileDigests:
     """Digests of the elements of a file, which were read back from the file after its slots were filled.
 
     Args:
@@ -57,7 +57,7 @@ class Written:
     checksums: Mapping[FileSlot, int]
 
 
-Frame = Callable[[Written], Iterable[tuple[int, bytes]]]
+Frame = Callable[[FileDigests], Iterable[tuple[int, bytes]]]
 """Returns the frame of a file: pairs of first byte and bytes."""
 
 

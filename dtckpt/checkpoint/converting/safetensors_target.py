@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from dtckpt.checkpoint.converting.export import Export, ExportedTensor
-from dtckpt.checkpoint.converting.file_plan import FilePlan, FileSlot, Written
+from dtckpt.checkpoint.converting.file_plan import FileDigests, FilePlan, FileSlot
 from dtckpt.checkpoint.foreign.safetensors_index import LENGTH_NBYTES, MAX_HEADER_NBYTES, NAMES, header_bytes
 from dtckpt.checkpoint.foreign.safetensors_notes import CONTENT, FORMAT, TREE, content_text, file_names, needs_tree
 from dtckpt.errors import ConfigError, DTypeError, RegionNotFoundError
@@ -104,7 +104,7 @@ def _plan_file(
         entries = [(names[tensor.name], tensor.dtype, tensor.shape) for tensor in ordered]
         return header_bytes(entries, {**notes, CONTENT: content_text(digests)})
 
-    def frame(written: Written) -> Iterator[tuple[int, bytes]]:
+    def frame(written: FileDigests) -> Iterator[tuple[int, bytes]]:
         yield 0, header(written.contents)
 
     start = len(header({}))

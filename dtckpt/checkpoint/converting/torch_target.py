@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 
 from dtckpt.checkpoint.converting.export import Export, ExportedTensor
-from dtckpt.checkpoint.converting.file_plan import FilePlan, FileSlot, Written
-from dtckpt.checkpoint.foreign.dcp_plan import TensorFacts, empty_dicts, plan_checkpoint
+from dtckpt.checkpoint.converting.file_plan import FileDigests, FilePlan, FileSlot
+from dtckpt.checkpoint.foreign.dcp_plan import ShapeAndDtype, empty_dicts, plan_checkpoint
 from dtckpt.checkpoint.foreign.torch_zip_plan import (
     WEIGHTS_ONLY,
     Checksum,
@@ -79,7 +79,7 @@ def plan_folder(export: Export, max_file_nbytes: int) -> list[FilePlan]:
             f"arrays of numpy go into pickles, which hold at most {MAX_ARRAYS_NBYTES} bytes of them; got {nbytes}; "
             "save them as tensors"
         )
-    facts = {each.name: TensorFacts(each.dtype, each.shape) for each in export.tensors}
+    facts = {each.name: ShapeAndDtype(each.dtype, each.shape) for each in export.tensors}
     tensors = {each.name: each for each in export.tensors}
     files = plan_checkpoint(export.structure, facts, export.read_array, max_file_nbytes)
     return [_file_plan(name, segments, tensors) for name, segments in files.items()]
@@ -106,7 +106,7 @@ def _file_plan(name: str, segments: Iterable[Segment], tensors: Mapping[str, Exp
     placed = list(zip(starts, parts, strict=True))
     slots = tuple(FileSlot(tensors[part.name], part.region, at) for at, part in placed if isinstance(part, Elements))
 
-    def frame(written: Written) -> Iterator[tuple[int, bytes]]:
+    def frame(written: FileDigests) -> Iterator[tuple[int, bytes]]:
         for at, part in placed:
             if isinstance(part, Checksum):
                 # The checksum of no bytes is zero.

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from awscrt.checksums import crc32
 
 from dtckpt.checkpoint.converting.export import ExportedTensor
-from dtckpt.checkpoint.converting.file_plan import Block, FilePlan, FileSlot, Part, Written, c_boxes, plan_blocks
+from dtckpt.checkpoint.converting.file_plan import Block, FileDigests, FilePlan, FileSlot, Part, c_boxes, plan_blocks
 from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.resharding.checkpoint_source import Progress
 from dtckpt.comm.background_threads import Pool
@@ -123,7 +123,7 @@ class FileWriter:
                 # A tensor that goes on in another file is compared there.
                 if self._written.is_whole(tensor):
                     self._contents[tensor.name] = self._validated(tensor)
-            for offset, data in plan.frame(Written(self._contents, self._checksums)):
+            for offset, data in plan.frame(FileDigests(self._contents, self._checksums)):
                 _write_at(descriptor, memoryview(data), offset)
         finally:
             os.close(descriptor)

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtckpt.checkpoint.foreign.pickle_syntax import TENSOR_NBYTES, Call, Global, Pairs, ReadBudget, parse_pickle
+from dtckpt.checkpoint.foreign.pickle_syntax import TENSOR_NBYTES, Global, Pairs, PickledCall, ReadBudget, parse_pickle
 from dtckpt.checkpoint.reading.pieces import is_expanded_too_far, is_file_name
 from dtckpt.errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointVersionError, TreeError
 from dtckpt.format import tree as trees
@@ -265,7 +265,7 @@ def _fields(value: Any, kind: str) -> dict[str, Any]:
 
 
 def _name(value: Any) -> str:
-    return value.name if type(value) is Call else ""
+    return value.name if type(value) is PickledCall else ""
 
 
 def _global(value: Any) -> str:

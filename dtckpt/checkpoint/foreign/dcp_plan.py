@@ -37,7 +37,7 @@ _PROTOCOL = 4
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFacts:
+class ShapeAndDtype:
     """The facts of a tensor that the plan needs.
 
     Args:
@@ -113,7 +113,7 @@ def _is_terminal(node: trees.Node) -> bool:
 
 def plan_checkpoint(
     structure: trees.Node,
-    tensors: Mapping[str, TensorFacts],
+    tensors: Mapping[str, ShapeAndDtype],
     array: Callable[[str], Any],
     file_nbytes: int = FILE_NBYTES,
 ) -> dict[str, list[Segment]]:
@@ -139,7 +139,7 @@ def plan_checkpoint(
     return {**plan.files, DCP_METADATA_NAME: [plan.metadata()]}
 
 
-def _whole(tensors: Mapping[str, TensorFacts]) -> Callable[[str], Elements]:
+def _whole(tensors: Mapping[str, ShapeAndDtype]) -> Callable[[str], Elements]:
     return lambda name: Elements(name, tensors[name].dtype, Region.full(tensors[name].shape))
 
 
@@ -162,7 +162,7 @@ class _Plan:
         self._kinds[name] = self._classes.BytesStorageMetadata()
         self._add(self._classes.MetadataIndex(name), value)
 
-    def add_tensor(self, name: str, source: str, facts: TensorFacts) -> None:
+    def add_tensor(self, name: str, source: str, facts: ShapeAndDtype) -> None:
         """Add a tensor.
 
         Args:
@@ -209,7 +209,7 @@ class _Plan:
         return pickle.dumps(metadata, _PROTOCOL)
 
 
-def row_boxes(facts: TensorFacts) -> Iterator[Region]:
+def row_boxes(facts: ShapeAndDtype) -> Iterator[Region]:
     """Yield the chunks of a tensor: rows of the first dim, up to `CHUNK_NBYTES`. An empty tensor has one chunk."""
     shape = facts.shape
     if not shape or 0 in shape:

@@ -115,7 +115,7 @@ class Global:
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class PickledCall:
     """An object that only a call would make.
 
     Args:
@@ -266,7 +266,7 @@ class _Machine:
     def extend(self, items: list[Any] | None = None) -> None:
         added = self.pop_marked() if items is None else items
         target = self.stack[-1]
-        if type(target) is Call:
+        if type(target) is PickledCall:
             target = target.items
         if type(target) is not list:
             raise TypeError(f"items cannot be appended to {type(target).__name__}")
@@ -280,7 +280,7 @@ class _Machine:
         flat = self.pop_marked() if items is None else items
         self.made += _PAIR_NBYTES * len(flat) // 2
         target = self.stack[-1]
-        if type(target) is Call:
+        if type(target) is PickledCall:
             target.pairs.extend(_paired(flat))
         elif type(target) is Pairs:
             target.extend(_paired(flat))
@@ -299,10 +299,10 @@ class _Machine:
         self.set_items(items)
 
     def make_set(self) -> None:
-        self.stack.append(Call(_SET))
+        self.stack.append(PickledCall(_SET))
 
     def make_frozenset(self) -> None:
-        self.stack.append(Call(_FROZENSET, (self.pop_marked(),)))
+        self.stack.append(PickledCall(_FROZENSET, (self.pop_marked(),)))
 
     def call(self) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
@@ -314,7 +314,7 @@ class _Machine:
 
     def build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if type(target) is not Call:
+        if type(target) is not PickledCall:
             raise TypeError(f"{type(target).__name__} takes no state")
         target.state = state
 
@@ -349,10 +349,10 @@ class _Machine:
         self.stack.append(self.memo[number])
 
 
-def _call(function: Any, arguments: Any, keywords: Any = None) -> Call:
+def _call(function: Any, arguments: Any, keywords: Any = None) -> PickledCall:
     if type(arguments) is not tuple:
         raise TypeError(f"the arguments of a call are {type(arguments).__name__}")
-    return Call(function, arguments, keywords)
+    return PickledCall(function, arguments, keywords)
 
 
 def _paired(items: list[Any]) -> list[tuple[Any, Any]]:
@@ -428,7 +428,7 @@ _NAMED: dict[bytes, Callable[[_Machine], None]] = {
     b"C": _counted(_BYTE, bytes),
     b"B": _counted(_UINT, bytes),
     b"\x8e": _counted(_ULONG, bytes),
-    b"\x96": _counted(_ULONG, lambda data: Call(_BYTEARRAY, (data,))),
+    b"\x96": _counted(_ULONG, lambda data: PickledCall(_BYTEARRAY, (data,))),
     b"]": _constant(list),
     b"a": _Machine.append,
     b"e": _Machine.extend,

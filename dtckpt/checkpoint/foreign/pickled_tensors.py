@@ -11,7 +11,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-from dtckpt.checkpoint.foreign.pickle_syntax import Call, Global, Pairs, Persistent
+from dtckpt.checkpoint.foreign.pickle_syntax import Global, Pairs, Persistent, PickledCall
 from dtckpt.checkpoint.reading.pieces import is_expanded_too_far
 from dtckpt.errors import CheckpointCorruptError, TreeError
 from dtckpt.format.dtypes import DTYPES
@@ -106,7 +106,7 @@ class StorageView:
 
 def is_tensor(value: Any) -> bool:
     """Whether a value of a pickle is a tensor, also of a kind that `tensor_view` refuses by name."""
-    return type(value) is Call and (value.name in REBUILDS or value.name.startswith("torch._utils._rebuild_"))
+    return type(value) is PickledCall and (value.name in REBUILDS or value.name.startswith("torch._utils._rebuild_"))
 
 
 def tensor_view(value: Any, where: str) -> StorageView:
@@ -129,7 +129,11 @@ def tensor_view(value: Any, where: str) -> StorageView:
                 value = arguments[0]
             elif name == "_rebuild_from_type_v2":
                 function, kind, inner, state = arguments
-                value = Call(function, inner) if kind.name in _PLAIN_CLASSES else _whole_part(kind.name, state, where)
+                value = (
+                    PickledCall(function, inner)
+                    if kind.name in _PLAIN_CLASSES
+                    else _whole_part(kind.name, state, where)
+                )
             elif name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
                 return _view(name, arguments, where)
             else:

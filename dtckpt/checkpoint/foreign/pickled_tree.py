@@ -17,9 +17,9 @@ from dtckpt.checkpoint.foreign.pickle_syntax import (
     NODE_NBYTES,
     STEP_NBYTES,
     TENSOR_NBYTES,
-    Call,
     Global,
     Pairs,
+    PickledCall,
     ReadBudget,
 )
 from dtckpt.checkpoint.foreign.pickled_tensors import StorageView, is_tensor, tensor_view
@@ -99,9 +99,9 @@ class _Walk:
             return {kind.__name__: self._children(value, path)}
         if is_tensor(value):
             return {"tensor": self._leaf(tensor_view(value, where), where)}
-        if kind is Call and value.name in ARRAYS:
+        if kind is PickledCall and value.name in ARRAYS:
             return {"ndarray": self._leaf(read_array(value, where, self.budget), where)}
-        if kind is Call and value.name in _CONTAINERS:
+        if kind is PickledCall and value.name in _CONTAINERS:
             return self._container(value, path)
         plain = plain_value(value, where, self.budget)
         if not is_plain(plain):
@@ -139,7 +139,7 @@ class _Walk:
                 self.refused["/".join(below)] = error
         return {"dict": list(items.values())}
 
-    def _container(self, call: Call, path: tuple[str, ...]) -> trees.Node:
+    def _container(self, call: PickledCall, path: tuple[str, ...]) -> trees.Node:
         where = "/".join(path)
         kind = _CONTAINERS[call.name]
         try:
@@ -152,13 +152,13 @@ class _Walk:
         return {"type": [kind, argument, below]}
 
 
-def _read_dict(call: Call) -> tuple[None, list[tuple[Any, Any]]]:
+def _read_dict(call: PickledCall) -> tuple[None, list[tuple[Any, Any]]]:
     """Return the items of an ``OrderedDict`` or a ``Counter``, which are set one by one or are its argument."""
     given = call.arguments[0] if call.arguments else []
     return None, [*((key, value) for key, value in given), *call.pairs]
 
 
-def _read_defaultdict(call: Call) -> tuple[str | None, list[tuple[Any, Any]]]:
+def _read_defaultdict(call: PickledCall) -> tuple[str | None, list[tuple[Any, Any]]]:
     factory = call.arguments[0] if call.arguments else None
     if factory is None:
         return None, call.pairs
@@ -168,14 +168,14 @@ def _read_defaultdict(call: Call) -> tuple[str | None, list[tuple[Any, Any]]]:
     return _PYTHON_2.get(name, name), call.pairs
 
 
-def _read_deque(call: Call) -> tuple[int | None, list[Any]]:
+def _read_deque(call: PickledCall) -> tuple[int | None, list[Any]]:
     given, maxlen = (*call.arguments, None, None)[:2]
     if maxlen is not None and type(maxlen) is not int:
         raise TypeError("the length is no int")
     return maxlen, [*(given or ()), *call.items]
 
 
-def _read_namespace(call: Call) -> tuple[None, list[tuple[Any, Any]]]:
+def _read_namespace(call: PickledCall) -> tuple[None, list[tuple[Any, Any]]]:
     state = Pairs() if call.state is None else call.state
     if type(state) is not Pairs or any(type(name) is not str for name, _ in state):
         raise TypeError("its state is no dict of names")

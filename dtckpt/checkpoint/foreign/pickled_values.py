@@ -20,10 +20,10 @@ import numpy as np
 from dtckpt.checkpoint.foreign.pickle_syntax import (
     NODE_NBYTES,
     STEP_NBYTES,
-    Call,
     Global,
     Pairs,
     Persistent,
+    PickledCall,
     ReadBudget,
 )
 from dtckpt.errors import CheckpointVersionError, TreeError
@@ -63,12 +63,12 @@ def plain_value(value: Any, where: str, budget: ReadBudget, depth: int = 0) -> A
         return kind(plain_value(item, where, budget, depth + 1) for item in value)
     if kind is Global:
         return _constant(value, where)
-    if kind is not Call or value.name not in _MAKERS:
+    if kind is not PickledCall or value.name not in _MAKERS:
         raise refusal(value, where)
     return _made(_MAKERS[value.name], value, where, budget, depth)
 
 
-def read_array(call: Call, where: str, budget: ReadBudget) -> np.ndarray[Any, Any]:
+def read_array(call: PickledCall, where: str, budget: ReadBudget) -> np.ndarray[Any, Any]:
     """Return the array of numpy that a call, one of `ARRAYS`, would make. Args and Raises: as `plain_value`."""
     array = _made(ARRAYS[call.name], call, where, budget, 0)
     if not isinstance(array, np.ndarray):
@@ -76,7 +76,7 @@ def read_array(call: Call, where: str, budget: ReadBudget) -> np.ndarray[Any, An
     return array
 
 
-def _made(make: Maker, call: Call, where: str, budget: ReadBudget, depth: int) -> Any:
+def _made(make: Maker, call: PickledCall, where: str, budget: ReadBudget, depth: int) -> Any:
     arguments = [plain_value(argument, where, budget, depth + 1) for argument in call.arguments]
     state = plain_value(_without_empty_attributes(call.state), where, budget, depth + 1)
     if call.keywords is not None or call.pairs:
@@ -112,7 +112,7 @@ def refusal(value: Any, where: str, reason: str = "") -> TreeError:
         where: Its path.
         reason: Why, if not for its class.
     """
-    named = value.function if type(value) is Call else value
+    named = value.function if type(value) is PickledCall else value
     name = named.name if type(named) is Global else ""
     if not name:
         kinds = {Pairs: "a dict", Persistent: "an object outside the pickle"}

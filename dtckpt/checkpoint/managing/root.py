@@ -24,6 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from typing_extensions import override
+
 from dtckpt.checkpoint.managing.leftovers import Leftover, collect_leftovers, find_leftovers, interrupted_exchanges
 from dtckpt.checkpoint.managing.root_lock import RootLock
 from dtckpt.errors import CheckpointConflictError, printable
@@ -66,20 +68,12 @@ class Right(Protocol):
 class Root(Protocol):
     """A place that checkpoints are kept below, each by its name."""
 
-    @property
-    def where(self) -> Location:
-        """The root's path or URL."""
-        ...
-
-    @property
-    def right(self) -> Right:
-        """The right to change the checkpoints."""
-        ...
-
-    @property
-    def folder(self) -> Folder:
-        """The files below the root."""
-        ...
+    where: Location
+    """The root's path or URL."""
+    right: Right
+    """The right to change the checkpoints."""
+    folder: Folder
+    """The files below the root."""
 
     def names(self) -> set[str]:
         """Return the names of everything below the root that may be a checkpoint."""
@@ -112,7 +106,7 @@ def root_of(where: Location) -> Root:
     return DirectoryRoot(where) if isinstance(where, Path) else ObjectRoot(where, open_folder(where))
 
 
-class DirectoryRoot:
+class DirectoryRoot(Root):
     """A directory of checkpoints."""
 
     def __init__(self, where: Path) -> None:
@@ -120,16 +114,17 @@ class DirectoryRoot:
         self.right = RootLock(where)
         self.folder = LocalFolder(where)
 
+    @override
     def names(self) -> set[str]:
-        """As `Root.names`."""
         with translate_errors("list the checkpoints", self.where), suppress(FileNotFoundError):
             return {entry.name for entry in self.where.iterdir()} | interrupted_exchanges(self.where)
         return set()
 
+    @override
     def exists(self) -> bool:
-        """As `Root.exists`."""
         return self.where.is_dir()
 
+    @override
     def saved_s(self, name: str) -> float | None:
         """As `Root.saved_s`: when the last file of the checkpoint was written, or the directory's last change."""
         with suppress(OSError):
@@ -137,18 +132,18 @@ class DirectoryRoot:
             return (path / MANIFEST_NAME if (path / MANIFEST_NAME).exists() else path).stat().st_mtime
         return None
 
+    @override
     def leftovers(self, *, min_age_s: float, now: float) -> list[Leftover]:
-        """As `Root.leftovers`."""
         with translate_errors("look for leftovers", self.where):
             found, holder = find_leftovers(self.where, min_age_s=min_age_s, now=now), self.right.holder()
         return [each if each.is_dead else replace(each, holder=holder) for each in found]
 
+    @override
     def collect(self, *, min_age_s: float, now: float) -> None:
-        """As `Root.collect`."""
         collect_leftovers(self.where, min_age_s=min_age_s, now=now)
 
 
-class ObjectRoot:
+class ObjectRoot(Root):
     """A prefix on an object store, with the registers of the checkpoints below it."""
 
     def __init__(self, where: Url, folder: ObjectFolder) -> None:
@@ -156,21 +151,24 @@ class ObjectRoot:
         self.right = NewestManager(where, folder / MANAGERS)
         self.folder = folder
 
+    @override
     def names(self) -> set[str]:
-        """As `Root.names`."""
         with translate_errors("list the checkpoints", self.where):
             return {name.partition("/")[0] for name in (self.folder / REGISTER_FOLDER).names()}
 
+    @override
     def exists(self) -> bool:
         """As `Root.exists`: a store has no folders, so with a checkpoint or a register."""
         return bool(self.names())
 
+    @override
     def saved_s(self, name: str) -> float | None:
         """As `Root.saved_s`: when the attempt began that is the checkpoint."""
         with translate_errors("look at the checkpoint", self.where / name):
             attempt = AttemptRegister(self.where / name, self.folder).newest_committed()
         return None if attempt is None else int(attempt.partition("-")[0]) / 1e9
 
+    @override
     def leftovers(self, *, min_age_s: float, now: float) -> list[Leftover]:
         """As `Root.leftovers`: attempts without a decision or that `AttemptRegister.collect` would remove."""
         found = []
@@ -197,8 +195,8 @@ class ObjectRoot:
             return _process_of((self.folder / REGISTER_FOLDER / name).read_whole(attempt, MAX_HOLDER_NBYTES))
         return ""
 
+    @override
     def collect(self, *, min_age_s: float, now: float) -> None:
-        """As `Root.collect`."""
         for name in sorted(self.names()):
             with translate_errors("remove what dead saves left", self.where / name):
                 AttemptRegister(self.where / name, self.folder, lambda: now).collect(silent_for_s=min_age_s)
@@ -210,7 +208,7 @@ def _process_of(data: bytes) -> str:
     return f"process {json_facts.whole(holder.get('process'))} on {printable(json_facts.text(holder.get('host')))}"
 
 
-class NewestManager:
+class NewestManager(Right):
     """The right to an object store's root: the newest manager has it, and older ones are refused.
 
     So a job that is started again does not wait for a former process that may be dead. Each manager writes its entry
@@ -229,8 +227,8 @@ class NewestManager:
         self._clock = clock
         self._entry = ""
 
+    @override
     def acquire(self) -> None:
-        """As `Right.acquire`."""
         with translate_errors("look for other managers", self._where):
             names = self._entries()
             if not self._entry:
@@ -257,14 +255,15 @@ class NewestManager:
         except ValueError:
             return f"an unknown process, as {self._folder}/{entry} says,"
 
+    @override
     def holder(self) -> str:
         """As `Right.holder`: the newest manager that has not given the right back, whether it lives or not."""
         with translate_errors("look for other managers", self._where), suppress(FileNotFoundError):
             return next(map(self._who, reversed(self._entries())), "")
         return ""
 
+    @override
     def release(self) -> None:
-        """As `Right.release`."""
         if self._entry:
             with translate_errors("give up the right to change checkpoints", self._where):
                 self._folder.remove([self._entry])

@@ -12,7 +12,8 @@ from dtckpt.checkpoint.managing.retention import Retention
 from dtckpt.checkpoint.managing.root import Root
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, ConfigError
 from dtckpt.format import json_facts
-from dtckpt.storage.commit import CommitTarget, commit_target_of
+from dtckpt.storage.commit import commit_target_of
+from dtckpt.storage.commit_target import CommitTarget
 from dtckpt.storage.location import Location
 
 logger = logging.getLogger("dtckpt.checkpoint")

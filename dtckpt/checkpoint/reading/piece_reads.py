@@ -85,7 +85,9 @@ def plan_spans(
         span
         for number, region in enumerate(regions)
         for piece, box in _overlaps(tensor, region)
-        for span in _Runs.of(places.get(piece, piece), box, tensor.itemsize).spans(number, region, max_gap, max_nbytes)
+        for span in _BoxBytes.of(places.get(piece, piece), box, tensor.itemsize).spans(
+            number, region, max_gap, max_nbytes
+        )
     )
 
 
@@ -96,7 +98,7 @@ def _overlaps(tensor: PieceTensor, region: Region) -> Iterator[tuple[Piece, Regi
 
 
 @dataclass(frozen=True, slots=True)
-class _Runs:
+class _BoxBytes:
     """The bytes of a box of a piece.
 
     Args:
@@ -114,7 +116,7 @@ class _Runs:
     itemsize: int
 
     @classmethod
-    def of(cls, piece: Piece, box: Region, itemsize: int) -> _Runs:
+    def of(cls, piece: Piece, box: Region, itemsize: int) -> _BoxBytes:
         """Return the bytes of a box."""
         strides = tuple(itemsize * step for step in piece.element_strides)
         first = box.relative_to(piece.region).offset

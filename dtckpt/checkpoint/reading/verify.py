@@ -163,7 +163,7 @@ def _is_unknown(info: TensorInfo) -> bool:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Checked:
+class _CheckedChunk:
     """The result of one chunk: its bytes, its share in the tensor's content digest, its damages."""
 
     info: TensorInfo
@@ -174,11 +174,11 @@ class _Checked:
 
 def _check_all(
     infos: Mapping[str, TensorInfo], files: CheckpointFiles, pool: ThreadPoolExecutor, threads: int
-) -> Iterator[_Checked]:
+) -> Iterator[_CheckedChunk]:
     """Check all chunks in the pool, a few at a time, and yield their results in order."""
-    waiting: deque[Future[list[_Checked]]] = deque()
+    waiting: deque[Future[list[_CheckedChunk]]] = deque()
 
-    def check(batch: Sequence[tuple[TensorInfo, Region]]) -> list[_Checked]:
+    def check(batch: Sequence[tuple[TensorInfo, Region]]) -> list[_CheckedChunk]:
         return [_check(files, info, region) for info, region in batch]
 
     for batch in _batches((info, region) for name, info in infos.items() for region in files.parts(name)):
@@ -203,7 +203,7 @@ def _batches(parts: Iterable[tuple[TensorInfo, Region]]) -> Iterator[list[tuple[
         yield batch
 
 
-def _check(files: CheckpointFiles, info: TensorInfo, region: Region) -> _Checked:
+def _check(files: CheckpointFiles, info: TensorInfo, region: Region) -> _CheckedChunk:
     content = 0
     damages: list[Damage] = []
     dtype = DTYPES[info.stored_dtype_name]
@@ -220,4 +220,4 @@ def _check(files: CheckpointFiles, info: TensorInfo, region: Region) -> _Checked
         files.validate_part(info.name, region)
     except (CheckpointCorruptError, StorageError) as error:
         damages.append(Damage(info.name, region, error.message))
-    return _Checked(info, nbytes, content, tuple(damages))
+    return _CheckedChunk(info, nbytes, content, tuple(damages))

@@ -28,7 +28,7 @@ from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.resharding.reshard_plan import NUM_WINDOWS, Budget, windows_of
 from dtckpt.checkpoint.resharding.windows import WINDOW_NBYTES
 from dtckpt.checkpoint.saving.plan import TensorPlan
-from dtckpt.checkpoint.saving.replica_check import Copy
+from dtckpt.checkpoint.saving.replica_check import Replica
 from dtckpt.comm.background_threads import begin
 from dtckpt.comm.recycled_memory import RecycledMemory
 from dtckpt.format.content import content_digest, content_share
@@ -109,9 +109,9 @@ class CheckpointSource:
         """Return, by name, the content digests of the tensors that were read, where the plan does not have them."""
         return self._contents
 
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Replica]:
         """Return the one copy of a box."""
-        return [Copy(self.fetch(plan, region))]
+        return [Replica(self.fetch(plan, region))]
 
     def close(self) -> None:
         """Wait for the read that is under way; its result is dropped."""

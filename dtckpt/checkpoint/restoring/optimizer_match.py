@@ -32,7 +32,7 @@ Rule = Literal["name", "position", "default"]
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class OptimizerParameter:
     """A parameter of an optimizer, in a target or in a checkpoint.
 
     Args:
@@ -58,7 +58,7 @@ class Parameter:
         return self.names[0] if self.names else self.own or str(self.key)
 
 
-def parameters_of_groups(groups: Any, names: Sequence[tuple[str, ...]] | None = None) -> list[Parameter]:
+def parameters_of_groups(groups: Any, names: Sequence[tuple[str, ...]] | None = None) -> list[OptimizerParameter]:
     """Return the parameters of an optimizer's groups.
 
     Args:
@@ -72,7 +72,8 @@ def parameters_of_groups(groups: Any, names: Sequence[tuple[str, ...]] | None = 
         (key,) if isinstance(key, str) and key != given else () for (key, _), given in zip(keys, own, strict=True)
     ]
     return [
-        Parameter(key, in_tree, given, number) for (key, number), in_tree, given in zip(keys, found, own, strict=True)
+        OptimizerParameter(key, in_tree, given, number)
+        for (key, number), in_tree, given in zip(keys, found, own, strict=True)
     ]
 
 
@@ -87,7 +88,7 @@ class SavedOptimizer:
         path: The keys that lead to it.
     """
 
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[OptimizerParameter, ...]
     state: Mapping[str, Node]
     groups: tuple[Mapping[str, Node], ...]
     path: tuple[str, ...] = ()
@@ -184,7 +185,7 @@ class SavedOptimizers:
     optimizers: tuple[SavedOptimizer, ...]
     own: int | None
 
-    def parameter(self, place: Place) -> Parameter:
+    def parameter(self, place: Place) -> OptimizerParameter:
         """Return the parameter at a place."""
         return self.optimizers[place[0]].parameters[place[1]]
 
@@ -204,7 +205,7 @@ class Match:
     groups: tuple[Place | None, ...]
 
 
-def match_optimizer(wanted: Sequence[Parameter], num_groups: int, saved: SavedOptimizers) -> Match:
+def match_optimizer(wanted: Sequence[OptimizerParameter], num_groups: int, saved: SavedOptimizers) -> Match:
     """Match an optimizer of a target with saved ones.
 
     Args:
@@ -245,22 +246,22 @@ def match_optimizer(wanted: Sequence[Parameter], num_groups: int, saved: SavedOp
     return Match(tuple(map(found.get, numbers)), tuple(rules.get(at, "default") for at in numbers), tuple(groups))
 
 
-_Labels = Callable[[Parameter], Collection[str]]
+_Labels = Callable[[OptimizerParameter], Collection[str]]
 
 
-def _in_tree(parameter: Parameter) -> Collection[str]:
+def _in_tree(parameter: OptimizerParameter) -> Collection[str]:
     return parameter.names
 
 
-def _in_tree_unwrapped(parameter: Parameter) -> Collection[str]:
+def _in_tree_unwrapped(parameter: OptimizerParameter) -> Collection[str]:
     return {"/".join(map(unwrapped, name.split("/"))) for name in parameter.names}
 
 
-def _given(parameter: Parameter) -> Collection[str]:
+def _given(parameter: OptimizerParameter) -> Collection[str]:
     return {unwrapped(parameter.own)} if parameter.own else ()
 
 
-def _anywhere(parameter: Parameter) -> Collection[str]:
+def _anywhere(parameter: OptimizerParameter) -> Collection[str]:
     """Return the names of a parameter within its module, as the optimizer would get them with it."""
     names = (*parameter.names, parameter.own) if parameter.own else parameter.names
     return {unwrapped(name.rpartition("/")[2]) for name in names}
@@ -271,7 +272,10 @@ _OF_THE_TREE = (_in_tree, _in_tree_unwrapped)
 
 
 def _match_names(
-    labels: _Labels, wanted: Sequence[Parameter], found: Mapping[int, Place], saved: Mapping[Place, Parameter]
+    labels: _Labels,
+    wanted: Sequence[OptimizerParameter],
+    found: Mapping[int, Place],
+    saved: Mapping[Place, OptimizerParameter],
 ) -> dict[int, Place]:
     """Return the place of the saved parameter for each of those that are not found yet, where a name tells it."""
     taken = {*found.values()}
@@ -292,7 +296,7 @@ def _match_names(
 
 
 def _match_positions(
-    wanted: Sequence[Parameter], found: Collection[int], saved: Sequence[Parameter], where: str
+    wanted: Sequence[OptimizerParameter], found: Collection[int], saved: Sequence[OptimizerParameter], where: str
 ) -> dict[int, int]:
     """Return the position of the saved parameter for each that is found neither by name nor by missing one."""
     if found:

@@ -14,7 +14,7 @@ from typing import Any
 
 from dtckpt.checkpoint.restoring.optimizer_match import (
     Match,
-    Parameter,
+    OptimizerParameter,
     Place,
     Rule,
     SavedOptimizer,
@@ -65,7 +65,7 @@ class RewrittenState:
 
 
 def rewrite_state(
-    wanted: Sequence[Parameter],
+    wanted: Sequence[OptimizerParameter],
     groups: Sequence[Mapping[str, Any]],
     match: Match,
     saved: SavedOptimizers,
@@ -82,7 +82,7 @@ def rewrite_state(
     """
     rewriter = _Rewriter(saved, path)
     state = [*rewriter.state(wanted, match), *rewriter.state_of_no_parameter()]
-    members: list[list[tuple[Parameter, Rule]]] = [[] for _ in groups]
+    members: list[list[tuple[OptimizerParameter, Rule]]] = [[] for _ in groups]
     for parameter, rule in zip(wanted, match.rules, strict=True):
         members[parameter.group].append((parameter, rule))
     rewritten = [
@@ -103,7 +103,7 @@ class _Rewriter:
         self._used_groups: set[Place] = set()
         self.made = RewrittenState({})
 
-    def state(self, wanted: Sequence[Parameter], match: Match) -> Iterator[list[Any]]:
+    def state(self, wanted: Sequence[OptimizerParameter], match: Match) -> Iterator[list[Any]]:
         """Yield the key and the node of each parameter that has state in the checkpoint."""
         for parameter, place, rule in zip(wanted, match.sources, match.rules, strict=True):
             where = "/".join((*self._path, "state", name_of_key(parameter.label)))
@@ -140,7 +140,7 @@ class _Rewriter:
         self,
         number: int,
         group: Mapping[str, Any],
-        members: Sequence[tuple[Parameter, Rule]],
+        members: Sequence[tuple[OptimizerParameter, Rule]],
         place: Place | None,
     ) -> Node:
         """Return the node of a group of the target: the options of a saved one, and its own parameters."""

@@ -12,7 +12,7 @@ from dtckpt.checkpoint.optimizer_groups import is_numbered
 from dtckpt.checkpoint.parameter_names import parameters_of
 from dtckpt.checkpoint.restoring.optimizer_match import (
     Match,
-    Parameter,
+    OptimizerParameter,
     SavedOptimizer,
     SavedOptimizers,
     match_optimizer,
@@ -210,7 +210,9 @@ def _is_group(group: Any) -> bool:
     return isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple)
 
 
-def _validate_order(match: Match, wanted: Sequence[Parameter], saved: SavedOptimizers, path: tuple[str, ...]) -> None:
+def _validate_order(
+    match: Match, wanted: Sequence[OptimizerParameter], saved: SavedOptimizers, path: tuple[str, ...]
+) -> None:
     """Check that an optimizer whose state is of all parameters in order has the saved parameters in their order."""
     sources = [None if place is None else saved.parameter(place).label for place in match.sources]
     numbers = {place[0] for place in match.sources if place is not None}

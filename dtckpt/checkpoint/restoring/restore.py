@@ -228,7 +228,7 @@ def _run_once(
     prepared, payloads = collective.run_round_with_value(
         "planned", lambda: _prepare(open_, plan, options, collective), phase="plan"
     )
-    opened = {client: _Opened(*json.loads(data)) for client, data in payloads.items()}
+    opened = {client: _CheckpointFacts(*json.loads(data)) for client, data in payloads.items()}
     with prepared.checkpoint as checkpoint:
         # All clients compare the same payloads, so either all go on or all raise, without another barrier.
         _validate_same(opened)
@@ -280,7 +280,9 @@ def _prepare(
         collective.phases.expect("read", read_nbytes(checkpoint, leaves))
     # Of a long path the end, which has the step.
     path_end, unasked = str(checkpoint.path)[-MAX_PATH_CHARS:], Unasked.of(planned)
-    facts = _Opened(checkpoint.identity, path_end, digests_by_mesh(shared), unasked.digest, options.allow_unexpected)
+    facts = _CheckpointFacts(
+        checkpoint.identity, path_end, digests_by_mesh(shared), unasked.digest, options.allow_unexpected
+    )
     return _Prepared(checkpoint, planned, report, leaves, tied, shared, unasked), json.dumps(facts).encode()
 
 
@@ -295,7 +297,7 @@ def _told_of_refusal(options: RestoreOptions, report: RestoreReport) -> Iterator
         raise
 
 
-class _Opened(NamedTuple):
+class _CheckpointFacts(NamedTuple):
     """Facts about the checkpoint that a client opened, for the other clients.
 
     Args:
@@ -313,7 +315,7 @@ class _Opened(NamedTuple):
     allows_unexpected: bool
 
 
-def _validate_same(opened: Mapping[int, _Opened]) -> None:
+def _validate_same(opened: Mapping[int, _CheckpointFacts]) -> None:
     """Check that all clients opened the same checkpoint."""
     first, *others = sorted(opened)
     for client in others:

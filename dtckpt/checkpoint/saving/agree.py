@@ -28,7 +28,7 @@ from dtckpt.errors import BarrierConflictError, CheckpointCorruptError, DtckptEr
 from dtckpt.format import tree as trees
 from dtckpt.format import tree_union
 from dtckpt.format.digest import bytes_digest
-from dtckpt.storage.commit import CommitAttempt
+from dtckpt.storage.commit_target import CommitAttempt
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.zarr_tensorstore import client_folder

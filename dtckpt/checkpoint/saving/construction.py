@@ -23,7 +23,7 @@ from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
 from dtckpt.checkpoint.saving.plan import SavePlan
 from dtckpt.errors import CheckpointError
 from dtckpt.format.manifest import Costs, Manifest
-from dtckpt.storage.commit import CommitAttempt, CommitTarget
+from dtckpt.storage.commit_target import CommitAttempt, CommitTarget
 from dtckpt.storage.failures import taken_over_error
 from dtckpt.storage.zarr_files import validate_kind
 

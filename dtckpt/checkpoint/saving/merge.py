@@ -15,7 +15,7 @@ import numpy as np
 
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.gc_pause import gc_paused
-from dtckpt.checkpoint.saving.plan import NO_CLIENT, Copies, SavePlan
+from dtckpt.checkpoint.saving.plan import NO_CLIENT, CopyRule, SavePlan
 from dtckpt.checkpoint.saving.replica_check import log_differing, mismatch_error
 from dtckpt.checkpoint.saving.union import PARTS_CURE
 from dtckpt.checkpoint.saving.write import CHUNKS_NAME, EDGES_PREFIX, documents_of_share, plan_documents
@@ -144,7 +144,7 @@ def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[in
     for (position, box), by_digest in sorted(copies.items()):
         if len(by_digest) > 1:
             spec = plan.tensors[position].spec
-            if spec.copies is not Copies.EQUAL:
+            if spec.copies is not CopyRule.EQUAL:
                 noted.append(spec.name)
                 continue
             cure = f"{PARTS_CURE}; else training has diverged" if spec.is_parameter else VALUES_CURE

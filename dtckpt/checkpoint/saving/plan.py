@@ -38,7 +38,7 @@ ASSEMBLED_STEPS_PER_BOX = 8
 """Chunks per box and dim where one client puts all split chunks together: of most tensors it gets an eighth at most."""
 
 
-class Copies(StrEnum):
+class CopyRule(StrEnum):
     """A save's rule for different copies of one value on several clients."""
 
     EQUAL = "equal"
@@ -82,13 +82,13 @@ class TensorSpec:
     layout: Layout | None = None
     content: int | None = None
     codec: str = NO_CODEC
-    copies: Copies = Copies.EQUAL
+    copies: CopyRule = CopyRule.EQUAL
     is_parameter: bool = False
 
     @property
     def given(self) -> tuple[Holding, ...]:
         """The boxes, each with the clients that may write it: of copies that may differ, the lowest client's."""
-        if self.copies is Copies.EQUAL:
+        if self.copies is CopyRule.EQUAL:
             return self.holdings
         return tuple(Holding(holding.region, holding.clients[:1]) for holding in self.holdings)
 
@@ -278,13 +278,13 @@ def plan_save(
     paths = array_paths(merged)
     loads: dict[int, int] = {}
     # Most tensors of a model are like others; tensors of the same shape, dtype and holders share a draft.
-    drafts_by_kind: dict[tuple[int, tuple[int, ...], str, bool], _Draft] = {}
-    drafts: list[_Draft] = []
+    drafts_by_kind: dict[tuple[int, tuple[int, ...], str, bool], _TensorDraft] = {}
+    drafts: list[_TensorDraft] = []
     listed = [spec for _, spec in sorted(merged.items())]
     for spec in listed:
         # `holdings_of` and `copies_of` return one object for equal arguments. The specs keep it alive, so its id stays
         # its own.
-        key = id(spec.holdings), spec.shape, spec.stored_dtype, spec.copies is Copies.EQUAL
+        key = id(spec.holdings), spec.shape, spec.stored_dtype, spec.copies is CopyRule.EQUAL
         draft = drafts_by_kind[key] = drafts_by_kind.get(key) or _draft(spec, max_chunk_nbytes, assembler)
         drafts.append(draft)
     # Draft by draft, not tensor by tensor: there may be thousands of tensors, each with a load on thousands of clients.
@@ -355,8 +355,8 @@ def plan_part(
         topic: The topic of the plan of all.
     """
     listed = sorted(specs, key=lambda spec: spec.name)
-    drafts_by_kind: dict[tuple[int, ChunkGrid, str], _Draft] = {}
-    drafts: list[_Draft] = []
+    drafts_by_kind: dict[tuple[int, ChunkGrid, str], _TensorDraft] = {}
+    drafts: list[_TensorDraft] = []
     for spec in listed:
         grid = grids[spec.name]
         key = id(spec.holdings), grid, spec.stored_dtype
@@ -366,12 +366,12 @@ def plan_part(
     return SavePlan(_tensor_plans(listed, paths, drafts, owners), owners, (), topic, {})
 
 
-def _joined_owners(drafts: Sequence[_Draft]) -> npt.NDArray[np.int32]:
+def _joined_owners(drafts: Sequence[_TensorDraft]) -> npt.NDArray[np.int32]:
     return np.concatenate([np.empty(0, np.int32), *(draft.owners for draft in drafts)])
 
 
 def _tensor_plans(
-    specs: Sequence[TensorSpec], paths: Mapping[str, str], drafts: Sequence[_Draft], owners: npt.NDArray[np.int32]
+    specs: Sequence[TensorSpec], paths: Mapping[str, str], drafts: Sequence[_TensorDraft], owners: npt.NDArray[np.int32]
 ) -> tuple[TensorPlan, ...]:
     # The plan may be kept for later saves, and its tensors have views of this array.
     owners.flags.writeable = False
@@ -415,7 +415,7 @@ def _merge_slices(specs: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Draft:
+class _TensorDraft:
     """The plan of a tensor of some shape and holders, without owners for the chunks that several clients could write.
 
     Args:
@@ -431,7 +431,7 @@ class _Draft:
     loads: Mapping[int, int]
 
 
-def _draft(spec: TensorSpec, max_chunk_nbytes: int, assembler: int | None) -> _Draft:
+def _draft(spec: TensorSpec, max_chunk_nbytes: int, assembler: int | None) -> _TensorDraft:
     """Plan one tensor, as far as the other tensors do not matter."""
     # Slices do not overlap, so equal sizes mean that nothing is missing.
     is_whole = sum(holding.region.numel for holding in spec.holdings) == math.prod(spec.shape)
@@ -446,7 +446,7 @@ def _draft(spec: TensorSpec, max_chunk_nbytes: int, assembler: int | None) -> _D
     return _draft_on_grid(spec, grid, assembler)
 
 
-def _draft_on_grid(spec: TensorSpec, grid: ChunkGrid, assembler: int | None) -> _Draft:
+def _draft_on_grid(spec: TensorSpec, grid: ChunkGrid, assembler: int | None) -> _TensorDraft:
     """Plan who writes the chunks of a grid."""
     itemsize = validate_dtype(spec.stored_dtype).itemsize
     owners = np.full(grid.num_chunks, NO_CLIENT, np.int32)
@@ -484,7 +484,7 @@ def _draft_on_grid(spec: TensorSpec, grid: ChunkGrid, assembler: int | None) -> 
         pieces[number] = tuple(
             ProvidedPart(part.region, owner if owner in part.clients else part.clients[0]) for part in parts
         )
-    return _Draft(grid, owners, pieces, shared, loads)
+    return _TensorDraft(grid, owners, pieces, shared, loads)
 
 
 def _whole_chunks(grid: ChunkGrid, region: Region) -> tuple[slice, ...]:

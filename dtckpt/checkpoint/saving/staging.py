@@ -27,8 +27,8 @@ import torch
 from typing_extensions import override
 
 from dtckpt.checkpoint.leaves import host_array, is_elsewhere
-from dtckpt.checkpoint.saving.plan import Copies, SavePlan, TensorPlan
-from dtckpt.checkpoint.saving.replica_check import Copy, part_digests, shared_boxes, written_as_held
+from dtckpt.checkpoint.saving.plan import CopyRule, SavePlan, TensorPlan
+from dtckpt.checkpoint.saving.replica_check import Replica, part_digests, shared_boxes, written_as_held
 from dtckpt.checkpoint.saving.state import MemorySource, State
 from dtckpt.checkpoint.saving.write import Source
 from dtckpt.comm import host_memory, torch_private
@@ -37,7 +37,7 @@ from dtckpt.layout.region import Region
 
 ALIGNMENT = 64
 Parts = list[tuple[Region, list[torch.Tensor]]]
-Noted = Mapping[tuple[str, Region], Sequence[Copy]]
+Noted = Mapping[tuple[str, Region], Sequence[Replica]]
 
 
 class StagingMemory:
@@ -50,7 +50,7 @@ class StagingMemory:
     def __init__(self, allocate: Callable[[int], torch.Tensor] | None = None) -> None:
         self._allocate = allocate or _allocate
         self._block = torch.empty(0, dtype=torch.uint8)
-        self._is_for_cards = False
+        self._is_for_gpus = False
         self._unlock: Callable[[], object] = lambda: None
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._pieces: list[torch.Tensor] = []
@@ -86,10 +86,10 @@ class StagingMemory:
         if not isinstance(state.source, MemorySource):
             return state
         boxes: list[tuple[str, Region, list[torch.Tensor]]] = []
-        noted: dict[tuple[str, Region], list[Copy]] = {}
+        noted: dict[tuple[str, Region], list[Replica]] = {}
         for item, shared in zip(plan.tensors, shared_boxes(plan, client), strict=True):
             name, written = item.spec.name, list(written_regions(item, client))
-            compares = with_copies and item.spec.copies is not Copies.FREE
+            compares = with_copies and item.spec.copies is not CopyRule.FREE
             for box, copies in state.source.parts(name):
                 is_compared = compares and (box in shared or len(copies) > 1)
                 is_noted = is_compared and not any(map(is_elsewhere, copies))
@@ -118,16 +118,16 @@ class StagingMemory:
     def _carve(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Cut the block into buffers for the tensors; take a new block if it is too small, or much too large."""
         shapes = [(source.shape, source.dtype) for source in sources]
-        card = next((source.device for source in sources if source.is_cuda and source.numel()), None)
-        is_for_cards = card is not None
+        gpu = next((source.device for source in sources if source.is_cuda and source.numel()), None)
+        is_for_gpus = gpu is not None
         sizes = [math.ceil(source.nbytes / ALIGNMENT) * ALIGNMENT for source in sources]
         needed = sum(sizes)
-        if not needed <= self._block.numel() <= 2 * needed or is_for_cards > self._is_for_cards:
+        if not needed <= self._block.numel() <= 2 * needed or is_for_gpus > self._is_for_gpus:
             self._unlock()
             # The old block is freed before the new block is allocated, so that there is never memory for both.
             self._pieces, self._shapes, self._block = [], [], torch.empty(0, dtype=torch.uint8)
-            self._block, self._is_for_cards = self._allocate(needed), is_for_cards
-            self._unlock = host_memory.lock_pages(self._block, self, card) if card else lambda: None
+            self._block, self._is_for_gpus = self._allocate(needed), is_for_gpus
+            self._unlock = host_memory.lock_pages(self._block, self, gpu) if gpu else lambda: None
         elif shapes == self._shapes:
             return self._pieces
         starts = np.cumsum([0, *sizes]).tolist()
@@ -143,11 +143,11 @@ def _allocate(nbytes: int) -> torch.Tensor:
     return host_memory.allocate((nbytes,), torch.uint8)
 
 
-def _noted(plan: TensorPlan, box: Region, copies: Sequence[torch.Tensor], client: int) -> list[Copy]:
+def _noted(plan: TensorPlan, box: Region, copies: Sequence[torch.Tensor], client: int) -> list[Replica]:
     """Digest all copies of a box; of the first copy, the chunks that this client writes are digested at the write."""
     but = written_as_held(plan, client)
     return [
-        Copy(None, part_digests(plan, box, host_array(copy), but=frozenset() if number else but))
+        Replica(None, part_digests(plan, box, host_array(copy), but=frozenset() if number else but))
         for number, copy in enumerate(copies)
     ]
 
@@ -261,8 +261,8 @@ class BucketSource(Source):
         raise SliceError(f"this client does not hold {region} of tensor {name!r}")
 
     @override
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
-        return self._noted.get((plan.spec.name, region), (Copy(None),))
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Replica]:
+        return self._noted.get((plan.spec.name, region), (Replica(None),))
 
 
 def stage_in_buckets(state: State, plan: SavePlan, client: int, *, with_copies: bool, nbytes: int) -> State:
@@ -284,7 +284,7 @@ def stage_in_buckets(state: State, plan: SavePlan, client: int, *, with_copies: 
     if not isinstance(memory, MemorySource):
         return state
     memory.synchronize()
-    noted: dict[tuple[str, Region], list[Copy]] = {}
+    noted: dict[tuple[str, Region], list[Replica]] = {}
     for item, shared in zip(plan.tensors, shared_boxes(plan, client), strict=True):
         for box, copies in memory.parts(item.spec.name):
             if with_copies and (box in shared or len(copies) > 1):

@@ -20,7 +20,7 @@ from dtckpt.checkpoint.parameter_names import ParameterNames, named_state
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
 from dtckpt.checkpoint.rng_state import RngState
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, TensorSpec, copies_of, holdings_of
-from dtckpt.checkpoint.saving.replica_check import Copy
+from dtckpt.checkpoint.saving.replica_check import Replica
 from dtckpt.checkpoint.saving.replica_rules import ReplicaRules, Role, Roles
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
 from dtckpt.checkpoint.saving.write import Source
@@ -167,7 +167,7 @@ class MemorySource:
     def __init__(
         self,
         parts: Mapping[str, Sequence[tuple[Region, list[torch.Tensor]]]],
-        noted: Mapping[tuple[str, Region], Sequence[Copy]] | None = None,
+        noted: Mapping[tuple[str, Region], Sequence[Replica]] | None = None,
     ) -> None:
         self._parts = parts
         self._noted = noted or {}
@@ -201,12 +201,12 @@ class MemorySource:
                 return self._host_array(copies[0])[region.relative_to(box).slices()]
         raise SliceError(f"this client does not hold {region} of tensor {plan.spec.name!r}")
 
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Replica]:
         """Return all local copies of a box."""
         if (noted := self._noted.get((plan.spec.name, region))) is not None:
             return noted
         tensors = next(copies for box, copies in self.parts(plan.spec.name) if box == region)
-        return [Copy(self._host_array(tensor)) for tensor in tensors]
+        return [Replica(self._host_array(tensor)) for tensor in tensors]
 
     def _host_array(self, memory: torch.Tensor) -> np.ndarray[Any, Any]:
         # A tensor on a GPU is copied to the host once, not once per chunk.

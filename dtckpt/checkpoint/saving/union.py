@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Copies, Holding, TensorSpec
+from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, CopyRule, Holding, TensorSpec
 from dtckpt.errors import ComponentError, SaveDisagreementError, capped
 from dtckpt.format.digest import bytes_digest
 from dtckpt.layout.layout import Layout
@@ -105,7 +105,7 @@ def _kind_of_json(kind: Sequence[Any], meshes: Sequence[Mesh]) -> TensorSpec:
         boxes,
         layout,
         codec=codec,
-        copies=Copies(copies),
+        copies=CopyRule(copies),
         is_parameter=is_parameter,
     )
 
@@ -152,7 +152,7 @@ def unite(descriptions: Mapping[Clients, Description]) -> tuple[TensorSpec, ...]
                 first.content,
                 codec=first.codec,
                 # Copies may differ if all clients say so.
-                copies=next((spec.copies for _, spec in each if spec.copies is Copies.EQUAL), first.copies),
+                copies=next((spec.copies for _, spec in each if spec.copies is CopyRule.EQUAL), first.copies),
                 is_parameter=any(spec.is_parameter for _, spec in each),
             )
         )

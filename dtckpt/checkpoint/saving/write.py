@@ -26,14 +26,14 @@ from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reading.read_chunks import convert
 from dtckpt.checkpoint.saving.digests import ChunkDigester, TensorDigests, chunk_digester
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, SavePlan, TensorPlan
-from dtckpt.checkpoint.saving.replica_check import Copy, copy_digests
+from dtckpt.checkpoint.saving.replica_check import Replica, copy_digests
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.digest import as_bytes, bytes_digest, documents_digest
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import BLOCKS_NAME
 from dtckpt.format.zarr_documents import documents
 from dtckpt.layout.region import Region
-from dtckpt.storage.commit import CommitAttempt
+from dtckpt.storage.commit_target import CommitAttempt
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.zarr_files import ChunkFileWriter, open_writer
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter, allocate_elements, client_folder
@@ -59,7 +59,7 @@ class Source(Protocol):
         """Return the elements of a region that this client holds, in the region's shape and the tensor's dtype."""
         ...
 
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Replica]:
         """Return all of this client's copies of one of its boxes; the first is the one that is fetched."""
         ...
 

@@ -41,7 +41,7 @@ _RANGE = re.compile(r"(\d{1,9})(?:\.\.(\d{1,9}))?", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class ModelParameter:
     """One parameter of a model; ``layout`` is on a mesh of one device, and tells the usual axes."""
 
     name: str
@@ -61,7 +61,7 @@ class ModelShapes:
     """
 
     name: str
-    parameters: tuple[Parameter, ...] = field(repr=False)
+    parameters: tuple[ModelParameter, ...] = field(repr=False)
     state: Mapping[str, str]
     source: str = ""
 
@@ -124,7 +124,7 @@ def validate_state(state: Mapping[str, str]) -> None:
         validate_dtype(dtype)
 
 
-def _parameters(records: Mapping[str, Mapping[str, Any]]) -> Iterator[Parameter]:
+def _parameters(records: Mapping[str, Mapping[str, Any]]) -> Iterator[ModelParameter]:
     for pattern, record in records.items():
         shape = tuple(int(size) for size in record["shape"])
         ChunkGrid(shape, tuple(max(1, size) for size in shape))  # refuses shapes that no checkpoint can hold
@@ -133,7 +133,7 @@ def _parameters(records: Mapping[str, Mapping[str, Any]]) -> Iterator[Parameter]
             raise ValueError(f"parameter {pattern!r}: got a layout of {len(specs)} dims, expected {len(shape)}")
         axes = [axis for spec in specs for axis in ((spec,) if isinstance(spec, str) else spec) if axis != UNSHARDED]
         layout = Layout(specs, abstract_mesh(dict.fromkeys(axes or ["x"], 1)))
-        yield from (Parameter(name, shape, layout) for name in expanded(pattern))
+        yield from (ModelParameter(name, shape, layout) for name in expanded(pattern))
 
 
 def _specs(text: str) -> list[text_format.Spec]:

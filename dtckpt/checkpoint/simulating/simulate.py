@@ -102,7 +102,7 @@ def simulate(
     plan_s = time.perf_counter() - start
     infos = stored_infos(plan)
     targets = {name: _laid_out(info, target_mesh, target_layouts) for name, info in infos.items()}
-    saving, restoring = _Job.of(mesh, machine), _Job.of(target_mesh, machine)
+    saving, restoring = _SimulatedJob.of(mesh, machine), _SimulatedJob.of(target_mesh, machine)
     saved = saved_bytes(plan, saving.num_clients)
     nbytes, digests_nbytes = sum(info.nbytes for info in infos.values()), _DIGEST_NBYTES * plan.owners.size
     save = _save(plan, saved, saving, digests_nbytes, check_replicas=bool(options.check_replicas))
@@ -161,7 +161,7 @@ def _laid_out(info: TensorInfo, mesh: Mesh, layouts: Layouts | None) -> Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _SimulatedJob:
     """The clients of a mesh on their hosts: consecutive ones share a host."""
 
     mesh: Mesh
@@ -170,7 +170,7 @@ class _Job:
     devices_per_client: int
 
     @classmethod
-    def of(cls, mesh: Mesh, machine: Machine) -> _Job:
+    def of(cls, mesh: Mesh, machine: Machine) -> _SimulatedJob:
         devices_per_client = mesh.size() // max(1, mesh.num_clients)
         counts = np.bincount(mesh.owners.ravel(), minlength=1)
         if not mesh.size() or (counts != devices_per_client).any():
@@ -234,7 +234,7 @@ class _Job:
 
 
 def _save(
-    plan: SavePlan, saved: SavedBytes, job: _Job, digests_nbytes: int, *, check_replicas: bool
+    plan: SavePlan, saved: SavedBytes, job: _SimulatedJob, digests_nbytes: int, *, check_replicas: bool
 ) -> SimulatedOperation:
     clients = range(job.num_clients)
     # Copies on GPUs are compared on the host, so all of them are staged.
@@ -254,7 +254,7 @@ def _restore(
     name: str,
     moved: MovedBytes,
     held: Bytes,
-    job: _Job,
+    job: _SimulatedJob,
     clients: Sequence[int],
     *,
     digests_nbytes: int,
@@ -269,7 +269,7 @@ def _restore(
     return SimulatedOperation(name, parts, [storage, network, device], moved.read.tolist())
 
 
-def _redistribute(moved: MovedBytes, job: _Job, clients: Sequence[int]) -> SimulatedOperation:
+def _redistribute(moved: MovedBytes, job: _SimulatedJob, clients: Sequence[int]) -> SimulatedOperation:
     network = job.network_load(moved, clients)
     return SimulatedOperation(
         "redistribute", {"move": network.seconds}, [network], (moved.received + moved.within).tolist()

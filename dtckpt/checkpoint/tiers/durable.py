@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.saving.plan import Holding, TensorPlan, TensorSpec
-from dtckpt.checkpoint.saving.replica_check import Copy
+from dtckpt.checkpoint.saving.replica_check import Replica
 from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save import SaveAttempt
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
@@ -170,7 +170,7 @@ class RateLimitedSource(Source):
         return elements
 
     @override
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Replica]:
         return self._source.copies(plan, region)
 
 
@@ -195,9 +195,9 @@ class TierSource:
         self._checkpoint.read_into(plan.spec.name, region, elements)
         return elements
 
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Replica]:
         """Return the one copy that there is."""
-        return [Copy(self.fetch(plan, region))]
+        return [Replica(self.fetch(plan, region))]
 
 
 def state_of_save(

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dtckpt.checkpoint.tiers.placement import Placement
+from dtckpt.checkpoint.tiers.copy_hosts import CopyHosts
 from dtckpt.checkpoint.tiers.records import HostParts, SaveId
 
 
@@ -101,7 +101,7 @@ def hosts_to_ask(held: HeldSave, order: Sequence[str]) -> list[str]:
 
 
 def copies_to_make(
-    held: HeldSave, placement: Placement, damaged: Collection[PartCopy] = ()
+    held: HeldSave, copy_hosts: CopyHosts, damaged: Collection[PartCopy] = ()
 ) -> Iterator[tuple[int, str, str]]:
     """Yield the copies that a save lacks: the client whose part it is, the host that sends it, the one that gets it.
 
@@ -111,13 +111,13 @@ def copies_to_make(
     and the partners of that host get it.
     """
     for client, hosts in sorted(held.holders.items()):
-        here = [host for host in hosts if host in placement.domains]
+        here = [host for host in hosts if host in copy_hosts.domains]
         present = [host for host in here if (client, host) not in damaged]
         if not present:
             continue
-        candidates = [*here, *placement.partners(present[0]), *sorted(placement.domains)]
+        candidates = [*here, *copy_hosts.partners(present[0]), *sorted(copy_hosts.domains)]
         for host in dict.fromkeys(candidates):
-            if len(present) >= placement.copies:
+            if len(present) >= copy_hosts.copies:
                 break
             if host not in present:
                 yield client, present[0], host

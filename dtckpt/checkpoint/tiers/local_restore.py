@@ -9,7 +9,7 @@ from functools import partial
 
 from dtckpt.checkpoint.tiers.holdings import HeldSave, PartCopy, copies_to_make, hosts_to_ask
 from dtckpt.checkpoint.tiers.records import PartIndex, SaveId
-from dtckpt.checkpoint.tiers.replicator import Copy
+from dtckpt.checkpoint.tiers.replicator import OutgoingPart
 from dtckpt.checkpoint.tiers.session import Joined, TierSession, noted
 from dtckpt.checkpoint.tiers.tier_files import Holder, TierCheckpoint, TierFiles
 from dtckpt.comm.background_threads import Pool
@@ -150,7 +150,7 @@ def copy_anew(session: TierSession, held: HeldSave, damaged: Collection[PartCopy
     joined, folder, replicator, save = session.joined, session.folder, session.replicator, held.save
     own = joined.own_host
     replicator.go_back(save, session.newest)
-    copies = list(copies_to_make(held, joined.placement, damaged))
+    copies = list(copies_to_make(held, joined.copy_hosts, damaged))
     session.expected.expect(save, (client for client, _, receiver in copies if receiver == own.name))
     mine = [
         (client, receiver)
@@ -175,4 +175,4 @@ def copy_anew(session: TierSession, held: HeldSave, damaged: Collection[PartCopy
                 raise CheckpointCorruptError(f"the file of client {client} was cut short")
             unpin, peers = folder.pin(save), [joined.peer(receiver)]
             done = partial(acknowledged, (client, receiver))
-            replicator.submit(Copy(save, client, index.to_bytes(), data, peers, unpin, done))
+            replicator.submit(OutgoingPart(save, client, index.to_bytes(), data, peers, unpin, done))

@@ -39,7 +39,7 @@ from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
 from dtckpt.checkpoint.tiers.near_copies import NearCopies, near_copies
 from dtckpt.checkpoint.tiers.open_part import piece_digest
 from dtckpt.checkpoint.tiers.records import PartIndex, PartPiece, PartTensor, SaveId
-from dtckpt.checkpoint.tiers.replicator import Copy
+from dtckpt.checkpoint.tiers.replicator import OutgoingPart
 from dtckpt.checkpoint.tiers.session import Joined, TierSession, noted
 from dtckpt.comm.background_threads import Pool
 from dtckpt.coordination.api import Coordination
@@ -321,13 +321,13 @@ def _hold(session: TierSession, begun: Begun, collective: Collective) -> None:
 def _copy(session: TierSession, begun: Begun, index: PartIndex) -> None:
     """Begin to send this client's part to the hosts that hold copies of it."""
     save, joined, host = begun.save, begun.joined, session.tier.host_name
-    senders = [info for other, info in joined.hosts.items() if host in joined.placement.partners(other)]
+    senders = [info for other, info in joined.hosts.items() if host in joined.copy_hosts.partners(other)]
     session.expected.expect(save, (client for info in senders for client in info.clients))
-    peers = [joined.peer(other) for other in joined.placement.partners(host)]
+    peers = [joined.peer(other) for other in joined.copy_hosts.partners(host)]
     unpin = session.folder.pin(save)
     data = begun.file.take(begun.agreed.plan).view[: index.nbytes]
     protect = partial(session.replicator.protect, save)
-    copy = Copy(save, joined.client, index.to_bytes(), data, peers, unpin, protect, begun.is_agreed)
+    copy = OutgoingPart(save, joined.client, index.to_bytes(), data, peers, unpin, protect, begun.is_agreed)
     session.replicator.submit(copy)
 
 

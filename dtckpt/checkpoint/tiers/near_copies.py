@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 
-from dtckpt.checkpoint.saving.plan import NO_CLIENT, Copies, SavePlan, TensorPlan
+from dtckpt.checkpoint.saving.plan import NO_CLIENT, CopyRule, SavePlan, TensorPlan
 from dtckpt.layout.region import Region
 
 NearCopies = Mapping[str, tuple[Region, ...]]
@@ -42,7 +42,7 @@ def near_copies(plan: SavePlan, client: int, neighbours: tuple[int, ...]) -> Nea
     found: dict[str, tuple[Region, ...]] = {}
     for tensor in plan.tensors:
         # Every host gets the lowest client's copy back; the host's own copy may differ.
-        if tensor.spec.copies is not Copies.EQUAL:
+        if tensor.spec.copies is not CopyRule.EQUAL:
             continue
         holdings = tensor.spec.holdings
         boxes = boxes_of.get(id(holdings))

@@ -23,9 +23,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from dtckpt.checkpoint.tiers.copy_hosts import CopyHosts
 from dtckpt.checkpoint.tiers.host_folder import HostFolder, Stamp
 from dtckpt.checkpoint.tiers.peers import Peer
-from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.comm.background_threads import begin
 from dtckpt.errors import DtckptError, capped, format_nbytes
@@ -42,7 +42,7 @@ MAX_PROTECTED = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copy:
+class OutgoingPart:
     """A part that is to be copied.
 
     Args:
@@ -65,7 +65,7 @@ class Copy:
     acknowledged: Callable[[], None]
     is_agreed: bool = True
 
-    def is_same(self, other: Copy) -> bool:
+    def is_same(self, other: OutgoingPart) -> bool:
         """Whether another copy brings the same part to the same hosts."""
         own, others = ((each.save, each.client, [peer.host for peer in each.peers]) for each in (self, other))
         return own == others
@@ -88,13 +88,13 @@ class Replicator:
         self._max_rate = max_rate
         self._link_rate = link_rate
         self._measured: set[str] = set()
-        self._waiting: deque[Copy] = deque()
+        self._waiting: deque[OutgoingPart] = deque()
         self._changed = threading.Condition()
-        self._sending: Copy | None = None
+        self._sending: OutgoingPart | None = None
         self._is_running = False
         self._troubled: set[str] = set()
 
-    def submit(self, copy: Copy) -> None:
+    def submit(self, copy: OutgoingPart) -> None:
         """Send a part when it is its turn; it takes the place of older saves that wait, but for agreed ones."""
         with self._changed:
             under_way = [*self._waiting, *([self._sending] if self._sending else [])]
@@ -138,7 +138,7 @@ class Replicator:
                     self._sending = None
                 copy.done()
 
-    def _send(self, copy: Copy) -> None:
+    def _send(self, copy: OutgoingPart) -> None:
         is_complete = True
         for peer in copy.peers:
             start = time.monotonic()
@@ -191,20 +191,20 @@ class Replicator:
             )  # fmt: skip
 
 
-def log_protection(placement: Placement, wanted: int) -> None:
+def log_protection(copy_hosts: CopyHosts, wanted: int) -> None:
     """Log how well a step is protected."""
-    num_hosts = len(placement.domains)
-    if placement.copies < wanted:
+    num_hosts = len(copy_hosts.domains)
+    if copy_hosts.copies < wanted:
         logger.warning(
-            "the local tier has %d host(s), so each part is on %d of them, not %d", num_hosts, placement.copies, wanted
+            "the local tier has %d host(s), so each part is on %d of them, not %d", num_hosts, copy_hosts.copies, wanted
         )
-    if together := placement.in_one_domain:
+    if together := copy_hosts.in_one_domain:
         logger.warning("all copies of the parts of hosts %s are in one domain", capped(together))
     odds = ", ".join(
-        f"{placement.loss_probability(lost):.2g} if {lost} fail at once" for lost in (1, 2, 3, 4) if lost <= num_hosts
+        f"{copy_hosts.loss_probability(lost):.2g} if {lost} fail at once" for lost in (1, 2, 3, 4) if lost <= num_hosts
     )
     logger.info(
-        "local tier: %d hosts, %d copies; a step is lost with probability %s", num_hosts, placement.copies, odds
+        "local tier: %d hosts, %d copies; a step is lost with probability %s", num_hosts, copy_hosts.copies, odds
     )
 
 

@@ -97,7 +97,7 @@ class _Server(ThreadingHTTPServer):
         self.refused: deque[tuple[SaveId, int]] = deque(maxlen=MAX_REFUSED)
         self.is_open = threading.Event()
         self._part: tuple[tuple[SaveId, int], OpenPart] | None = None
-        super().__init__(address, _Handler)
+        super().__init__(address, _PartHandler)
 
     def open_part(self, save: SaveId, client: int) -> OpenPart:
         """Return a part, open for reading; requests for one part follow each other."""
@@ -134,7 +134,7 @@ class _RefusedError(Exception):
         self.status = status
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PartHandler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
     wbufsize = -1

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.tiers.copy_hosts import CopyHosts
 from dtckpt.checkpoint.tiers.holdings import HeldSave, held_saves
 from dtckpt.checkpoint.tiers.host_folder import HostFolder
 from dtckpt.checkpoint.tiers.options import LocalTier
 from dtckpt.checkpoint.tiers.peers import Peer, own_address
-from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.checkpoint.tiers.records import UNKNOWN_ROOT, HostInfo, HostParts, SaveId
 from dtckpt.checkpoint.tiers.replicator import ExpectedCopies, Replicator, log_protection
 from dtckpt.checkpoint.tiers.root_identity import IDENTITY_NAME, RootFacts
@@ -47,7 +47,7 @@ class Joined:
         server: This client's server.
         token: Lets the clients of this job, and no others, ask each other's servers.
         hosts: The hosts, by name.
-        placement: Which hosts hold copies of which.
+        copy_hosts: Which hosts hold copies of which.
         held: The saves that the hosts held, the newest first.
         worn_out: The saves that were restored `LocalTier.max_restores` times, without a newer one being saved.
         has_durable: Whether the root had checkpoints.
@@ -59,7 +59,7 @@ class Joined:
     server: PartServer
     token: str
     hosts: Mapping[str, HostInfo]
-    placement: Placement
+    copy_hosts: CopyHosts
     held: Sequence[HeldSave]
     worn_out: frozenset[SaveId]
     has_durable: bool
@@ -121,7 +121,7 @@ class TierSession:
         self.root = UNKNOWN_ROOT
         self._server: PartServer | None = None
         self._joined: Joined | None = None
-        self._logged_placement: Placement | None = None
+        self._logged_copy_hosts: CopyHosts | None = None
         self.newest = 0
 
     @property
@@ -172,7 +172,7 @@ class TierSession:
                 host: HostInfo(host, of_host[host]["domain"], tuple(clients), {c: facts[c]["server"] for c in clients})
                 for host, clients in by_host.items()
             },
-            placement=Placement.of({host: fact["domain"] for host, fact in of_host.items()}, self.tier.copies),
+            copy_hosts=CopyHosts.of({host: fact["domain"] for host, fact in of_host.items()}, self.tier.copies),
             held=held,
             worn_out=self._worn_out(held, [fact["restores"] for fact in of_host.values()]),
             has_durable=root.has_steps,
@@ -193,9 +193,9 @@ class TierSession:
 
         Saves are odd if the root is empty, or if they are of a job whose root was at the same path before.
         """
-        if joined.placement != self._logged_placement:
-            log_protection(joined.placement, self.tier.copies)
-        self._logged_placement = joined.placement
+        if joined.copy_hosts != self._logged_copy_hosts:
+            log_protection(joined.copy_hosts, self.tier.copies)
+        self._logged_copy_hosts = joined.copy_hosts
         if joined.held and is_root_empty:
             logger.warning("the root has no checkpoint; steps of the local tier are restored all the same")
         if not (saves := [held.save for held in found if not held.save.belongs_to(self.root)]):

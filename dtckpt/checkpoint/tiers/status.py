@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dtckpt.checkpoint.tiers.copy_hosts import CopyHosts
 from dtckpt.checkpoint.tiers.holdings import HeldSave, held_saves
-from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.checkpoint.tiers.records import HostParts, SaveId
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format import json_facts
@@ -52,9 +52,9 @@ class TierStatus:
     rate: float
 
     @property
-    def placement(self) -> Placement:
+    def copy_hosts(self) -> CopyHosts:
         """Which hosts hold copies of which."""
-        return Placement.of(self.domains, self.copies)
+        return CopyHosts.of(self.domains, self.copies)
 
     def to_bytes(self) -> bytes:
         """Return the file."""
@@ -124,7 +124,7 @@ def write_status(folder: Folder, session: TierSession, begun: Begun) -> None:
             protected = begun.protected.get(client, ())
             for save in saves:
                 # The other hosts have acknowledged the copies of protected saves.
-                holders = (host, *joined.placement.partners(host)) if save in protected else (host,)
+                holders = (host, *joined.copy_hosts.partners(host)) if save in protected else (host,)
                 for holder in holders:
                     voted[holder].setdefault(save, set()).add(client)
     parts = {host: HostParts({s: frozenset(c) for s, c in of_host.items()}, {}) for host, of_host in voted.items()}
@@ -133,7 +133,7 @@ def write_status(folder: Folder, session: TierSession, begun: Begun) -> None:
         at_s=time.time(),
         domains={host: info.domain for host, info in joined.hosts.items()},
         clients={host: info.clients for host, info in joined.hosts.items()},
-        copies=joined.placement.copies,
+        copies=joined.copy_hosts.copies,
         saves=tuple(held_saves(parts)),
         nbytes=begun.agreed.plan.nbytes,
         rate=sender.nbytes_sent / sender.seconds if sender.seconds else 0.0,

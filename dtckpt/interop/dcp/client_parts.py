@@ -14,7 +14,7 @@ from dtckpt.checkpoint.saving.replica_rules import ReplicaRules
 from dtckpt.errors import SaveDisagreementError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.manifest import PhaseCost
-from dtckpt.interop.dcp.copies import Copies, validate_copies, validate_kinds
+from dtckpt.interop.dcp.copies import RankCopies, validate_copies, validate_kinds
 from dtckpt.interop.dcp.state_items import is_path, name_of, path_of, tree_of
 from dtckpt.interop.dcp.write_plan import TensorBoxes, boxes_of_results, plan_written
 from dtckpt.layout.layout import Layout
@@ -43,7 +43,7 @@ class ClientPart:
     values: Mapping[str, trees.Node]
     inner: tuple[TensorBoxes, ...]
     layouts: Mapping[str, Layout]
-    copies: Copies
+    copies: RankCopies
     costs: Mapping[str, PhaseCost]
 
 

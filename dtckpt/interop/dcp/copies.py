@@ -57,7 +57,7 @@ class TensorCopy:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copies:
+class RankCopies:
     """A rank's copies of the items that other ranks have, too.
 
     Args:
@@ -81,7 +81,7 @@ _CURE = "give what differs by rank a key of its own on each rank, as experts of 
 
 
 def validate_copies(
-    copies: Mapping[int, Copies], names: Mapping[str, str], texts: Mapping[str, str], rules: ReplicaRules
+    copies: Mapping[int, RankCopies], names: Mapping[str, str], texts: Mapping[str, str], rules: ReplicaRules
 ) -> None:
     """Check that the ranks' copies are equal; log the names of those that differ and may.
 
@@ -109,9 +109,9 @@ def validate_copies(
             name = names.get(key, key)
             validate_kinds(name, ((clients, copy.shape, copy.dtype) for copy, clients in holders.items()))
             role = Role(may_differ=re.split(r"[./]", name)[-1] in _STATISTICS)
-            if (rule := rules.choose(name, role)) is saving_plan.Copies.EQUAL:
+            if (rule := rules.choose(name, role)) is saving_plan.CopyRule.EQUAL:
                 raise mismatch_error(name, Region(offset, next(iter(holders)).box), list(holders.values()), _CURE)
-            noted += [name] if rule is saving_plan.Copies.NOTED else []
+            noted += [name] if rule is saving_plan.CopyRule.NOTED else []
     log_differing(noted)
     for key, nodes in sorted(values.items()):
         first = next(iter(nodes.values()))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.coordination.identity import incarnation
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, DtckptError
-from dtckpt.storage.commit import CommitTarget
+from dtckpt.storage.commit_target import CommitTarget
 
 logger = logging.getLogger("dtckpt")
 

@@ -15,14 +15,14 @@ from typing_extensions import override
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import as_leaf, dtype_name, host_array, validate_mode
 from dtckpt.checkpoint.saving.plan import TensorPlan
-from dtckpt.checkpoint.saving.replica_check import Copy
+from dtckpt.checkpoint.saving.replica_check import Replica
 from dtckpt.checkpoint.saving.state import MemorySource
 from dtckpt.checkpoint.saving.write import PENDING_NBYTES, Source
 from dtckpt.dtensor import DTensor, torch_interop
 from dtckpt.dtensor.torch_checkpoint import copies_of
 from dtckpt.errors import DtckptError, ShapeMismatchError, TreeError
 from dtckpt.format import tree as trees
-from dtckpt.interop.dcp.copies import Copies, CopyPlace, TensorCopy, comparable
+from dtckpt.interop.dcp.copies import CopyPlace, RankCopies, TensorCopy, comparable
 from dtckpt.interop.dcp.state_items import encode_item, path_of
 from dtckpt.interop.dcp.write_plan import Share, TensorBoxes, box_of
 from dtckpt.layout import device_mesh
@@ -93,7 +93,7 @@ def resolve_items(items: Sequence[WriteItem], planner: SavePlanner, share: Share
         return RankItems(source, dtypes, values, shapes, _layouts(planner, items, names))
 
 
-def resolve_copies(items: Iterable[WriteItem], planner: SavePlanner, mappings: object) -> Copies:
+def resolve_copies(items: Iterable[WriteItem], planner: SavePlanner, mappings: object) -> RankCopies:
     """Digest a rank's copies of items that other ranks have, too.
 
     Args:
@@ -120,7 +120,7 @@ def resolve_copies(items: Iterable[WriteItem], planner: SavePlanner, mappings: o
             for name, value in below.items():
                 (memory,) = as_leaf(value, name).components
                 tensors[name, (0,) * memory.ndim] = TensorCopy.of(memory, tuple(memory.shape))
-    return Copies(tensors, values)
+    return RankCopies(tensors, values)
 
 
 def _is_plain(planner: SavePlanner) -> bool:
@@ -213,9 +213,9 @@ class PlannerSource(Source):
         return array[region.relative_to(box).slices()] if region != box else array
 
     @override
-    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Copy]:
+    def copies(self, plan: TensorPlan, region: Region) -> Sequence[Replica]:
         # There is one, which is not made again to be compared with nothing.
-        return [Copy(None)]
+        return [Replica(None)]
 
 
 def _layouts(planner: SavePlanner, items: Sequence[WriteItem], names: Mapping[str, str]) -> dict[str, Layout]:

@@ -26,7 +26,8 @@ from dtckpt.coordination.identity import incarnation
 from dtckpt.errors import CheckpointError, CheckpointExistsError, DtckptError
 from dtckpt.interop.dcp.known_saves import warn_of_replacement
 from dtckpt.interop.dcp.write_plan import Share
-from dtckpt.storage.commit import CommitAttempt, CommitTarget, commit_target_of
+from dtckpt.storage.commit import commit_target_of
+from dtckpt.storage.commit_target import CommitAttempt, CommitTarget
 from dtckpt.storage.location import Location
 
 _latest = threading.local()

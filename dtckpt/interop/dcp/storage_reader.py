@@ -78,7 +78,7 @@ class DtckptStorageReader(StorageReader):
         self._path = None if path is None else location_of(path)
         self._cast = RestoreOptions(cast=cast).cast
         self.load_id = str(uuid.uuid4())
-        self._opened: _Opened | None = None
+        self._opened: _OpenCheckpoint | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_opened": None}  # another process opens the checkpoint anew
@@ -124,7 +124,9 @@ class DtckptStorageReader(StorageReader):
         checkpoint = open_checkpoint(self._path if rank is None else self._path / rank_folder(rank))
         # The checkpoint of a single rank is a separate save, so ranks have no identity to compare.
         with gc_paused():
-            self._opened = _Opened(checkpoint, StateItems(checkpoint), checkpoint.identity if rank is None else "")
+            self._opened = _OpenCheckpoint(
+                checkpoint, StateItems(checkpoint), checkpoint.identity if rank is None else ""
+            )
             return ShortMetadata(
                 _Items(self._opened),
                 planner_data={key: item.path for key, item in self._opened.items.by_key.items()},
@@ -177,7 +179,9 @@ class DtckptStorageReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _read_tensors(self, opened: _Opened, batch: Sequence[ReadItem], planner: LoadPlanner, phases: Phases) -> None:
+    def _read_tensors(
+        self, opened: _OpenCheckpoint, batch: Sequence[ReadItem], planner: LoadPlanner, phases: Phases
+    ) -> None:
         checkpoint = opened.checkpoint
         leaves: list[tuple[str, Leaf]] = []
         others: list[tuple[str, Region, torch.Tensor]] = []
@@ -217,7 +221,7 @@ class DtckptStorageReader(StorageReader):
                 f"allowed now: {self._cast}"
             )
 
-    def _open(self) -> _Opened:
+    def _open(self) -> _OpenCheckpoint:
         if self._opened is None:
             raise CheckpointError("read_metadata must be called first")
         return self._opened
@@ -229,7 +233,7 @@ class DtckptStorageReader(StorageReader):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Opened:
+class _OpenCheckpoint:
     """A checkpoint that is open.
 
     Args:
@@ -250,7 +254,7 @@ class _Items(dict[str, Any]):
     keys, as their items are.
     """
 
-    def __init__(self, opened: _Opened) -> None:
+    def __init__(self, opened: _OpenCheckpoint) -> None:
         super().__init__()
         self._whole = opened.items.whole.keys()
         for key, item in opened.items.by_key.items():

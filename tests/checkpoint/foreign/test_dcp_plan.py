@@ -10,7 +10,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from checkpoint.foreign.torch_files import write_segments
 from dtckpt.checkpoint.foreign import dcp_plan
-from dtckpt.checkpoint.foreign.dcp_plan import TensorFacts, flat_leaves, plan_checkpoint
+from dtckpt.checkpoint.foreign.dcp_plan import ShapeAndDtype, flat_leaves, plan_checkpoint
 from dtckpt.errors import TreeError
 from dtckpt.format import tree as trees
 
@@ -50,7 +50,7 @@ def planned(state, file_nbytes=dcp_plan.FILE_NBYTES):
     arrays = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, np.ndarray)}
     tensors = {name: leaf for name, leaf in leaves.items() if name not in arrays}
     facts = {
-        name: TensorFacts(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        name: ShapeAndDtype(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in tensors.items()
     }
     return plan_checkpoint(structure, facts, arrays.__getitem__, file_nbytes), tensors

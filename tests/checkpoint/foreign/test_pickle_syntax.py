@@ -11,7 +11,7 @@ import pytest
 from storage.untrusted.untrusted_checkpoints import limit_memory
 
 from dtckpt.checkpoint.foreign import pickle_syntax
-from dtckpt.checkpoint.foreign.pickle_syntax import Call, Global, Pairs, Persistent, parse_pickle
+from dtckpt.checkpoint.foreign.pickle_syntax import Global, Pairs, Persistent, PickledCall, parse_pickle
 from dtckpt.errors import CheckpointCorruptError
 
 PROTOCOLS = range(2, pickle.HIGHEST_PROTOCOL + 1)
@@ -37,11 +37,11 @@ def plain(value):
     """Return the value with dicts and sets in place of what stands for them."""
     if type(value) is Pairs:
         return {plain(key): plain(item) for key, item in value}
-    if type(value) is Call and value.name in ("builtins.set", "builtins.frozenset"):
+    if type(value) is PickledCall and value.name in ("builtins.set", "builtins.frozenset"):
         return {plain(item) for item in (*value.items, *(value.arguments[0] if value.arguments else ()))}
-    if type(value) is Call and value.name == "_codecs.encode":
+    if type(value) is PickledCall and value.name == "_codecs.encode":
         return value.arguments[0].encode("latin-1")
-    if type(value) is Call and value.name in ("__builtin__.bytes", "builtins.bytes"):
+    if type(value) is PickledCall and value.name in ("__builtin__.bytes", "builtins.bytes"):
         return b""
     return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
 

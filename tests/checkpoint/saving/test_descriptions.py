@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support.states import cluster_mesh
 
-from dtckpt.checkpoint.saving.plan import Copies, Holding, TensorSpec, copies_of, holdings_of, plan_save
+from dtckpt.checkpoint.saving.plan import CopyRule, Holding, TensorSpec, copies_of, holdings_of, plan_save
 from dtckpt.checkpoint.saving.union import Description, described, passed_by_all, unite
 from dtckpt.errors import ComponentError, SaveDisagreementError
 from dtckpt.layout.layout import UNSHARDED, Layout
@@ -31,9 +31,9 @@ def test_another_client_reads_the_same_description():
     mesh = cluster_mesh({"x": 2, "y": 2}, 4, 1)
     specs = (on_mesh("a", ["x", ("y",)], mesh), on_mesh("b", [("y", "x"), UNSHARDED], mesh), plain("c"), plain("d", ()))
     data, _ = described(specs, ("v/lr",))
-    described_with_roles = Description((replace(plain("e"), copies=Copies.NOTED, is_parameter=True),), ()).to_bytes()
+    described_with_roles = Description((replace(plain("e"), copies=CopyRule.NOTED, is_parameter=True),), ()).to_bytes()
     (role,) = Description.from_bytes(described_with_roles).specs
-    assert (role.copies, role.is_parameter) == (Copies.NOTED, True)
+    assert (role.copies, role.is_parameter) == (CopyRule.NOTED, True)
     again = Description.from_bytes(data)
     assert again.to_bytes() == data
     assert again.values == ("v/lr",)
@@ -61,13 +61,13 @@ def test_stages_hold_their_own():
 
 
 def test_copies_may_differ_if_all_clients_say_so():
-    noted, free = (replace(plain("w"), copies=copies) for copies in (Copies.NOTED, Copies.FREE))
-    for other, expected in ((noted, Copies.NOTED), (free, Copies.NOTED), (plain("w"), Copies.EQUAL)):
+    noted, free = (replace(plain("w"), copies=copies) for copies in (CopyRule.NOTED, CopyRule.FREE))
+    for other, expected in ((noted, CopyRule.NOTED), (free, CopyRule.NOTED), (plain("w"), CopyRule.EQUAL)):
         (w,) = unite({(0, 2): Description((noted,), ()), (1, 3): Description((other,), ())})
         assert w.copies is expected
         # Small chunks: by the rule for equal copies, each client would write some.
         owners = plan_save([w], 32).owners.tolist()
-        assert owners == [0] * len(owners) if expected is Copies.NOTED else {*owners} == {0, 1, 2, 3}
+        assert owners == [0] * len(owners) if expected is CopyRule.NOTED else {*owners} == {0, 1, 2, 3}
 
 
 def test_families_on_meshes_of_their_own():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.states import MESH_MAKERS, bits_of, needs_card, tensor_of
+from support.states import MESH_MAKERS, bits_of, needs_gpu, tensor_of
 
 import dtckpt
 from checkpoint import client_cases
@@ -118,12 +118,12 @@ def test_memory_is_kept_between_saves_of_one_structure(tmp_path):
     assert [nbytes for _, nbytes in blocks] == [4032, 4032, 6016, 448]
 
 
-@pytest.mark.parametrize("card", [pytest.param("cuda", marks=needs_card)])
-def test_memory_for_what_lies_on_a_card_is_page_locked_and_kept(card):
+@pytest.mark.parametrize("gpu", [pytest.param("cuda", marks=needs_gpu)])
+def test_memory_for_what_lies_on_a_gpu_is_page_locked_and_kept(gpu):
     memory = staging.StagingMemory()
     blocks = []
     for generation in range(3):
-        values = torch.arange(1 << 20, device=card) * generation
+        values = torch.arange(1 << 20, device=gpu) * generation
         state = state_of_tree({"w": values}, SaveOptions(), 0, [0])
         plan = plan_save(state.specs, 1 << 20)
         staged = memory.stage(state, plan, 0, with_copies=False, count=lambda _: None)

@@ -29,7 +29,7 @@ def state_on(mesh: Mesh, shapes: Shapes, specs: Specs) -> dict[str, Any]:
 
 
 def count_save(
-    path: str, axes: Mapping[str, int], shapes: Shapes, specs: Specs, *, devices: int, on_cards: bool
+    path: str, axes: Mapping[str, int], shapes: Shapes, specs: Specs, *, devices: int, on_gpus: bool
 ) -> dict[str, int]:
     """Save in the background; return the bytes that this client staged, handed over and wrote.
 
@@ -39,11 +39,11 @@ def count_save(
         shapes: The tensors.
         specs: Their layouts.
         devices: Devices of each client.
-        on_cards: Whether the save takes the tensors to be on cards, and so stages and compares all copies.
+        on_gpus: Whether the save takes the tensors to be on GPUs, and so stages and compares all copies.
     """
     state = state_on(mesh_over_all(axes, devices), shapes, specs)
-    options = SaveOptions(check_replicas=on_cards, chunk_nbytes=1 << 16)
-    with mock.patch.object(staging, "is_elsewhere", return_value=on_cards):
+    options = SaveOptions(check_replicas=on_gpus, chunk_nbytes=1 << 16)
+    with mock.patch.object(staging, "is_elsewhere", return_value=on_gpus):
         report = dtckpt.save_async(path, state, options=options).result()
     return {name: cost.nbytes for name, cost in report.phases.items()}
 

@@ -102,8 +102,8 @@ def load(operation, link):
     return next(each for each in operation.loads if each.link == link)
 
 
-@pytest.mark.parametrize("on_cards", [False, True], ids=["host", "cards"])
-def test_save(pool, tmp_path, model, case, on_cards):
+@pytest.mark.parametrize("on_gpus", [False, True], ids=["host", "gpus"])
+def test_save(pool, tmp_path, model, case, on_gpus):
     counted = pool.values(
         cases.count_save,
         str(tmp_path / "s"),
@@ -111,11 +111,11 @@ def test_save(pool, tmp_path, model, case, on_cards):
         TENSORS,
         case.specs,
         devices=case.devices,
-        on_cards=on_cards,
+        on_gpus=on_gpus,
         clients=case.clients,
         group=True,
     )
-    save = simulated(model, case, check_replicas=on_cards).operation("save")
+    save = simulated(model, case, check_replicas=on_gpus).operation("save")
     assert [each["write"] for each in counted] == list(save.by_client)
     assert load(save, "storage").total_nbytes == sum(save.by_client)
     assert load(save, "storage").max_nbytes == max(save.by_client)
@@ -129,7 +129,7 @@ def test_save(pool, tmp_path, model, case, on_cards):
 def test_restore(pool, tmp_path, model, case, read_once):
     common = {"devices": case.devices, "clients": case.clients, "group": True}
     path = str(tmp_path / "s")
-    pool.values(cases.count_save, path, case.axes, TENSORS, case.specs, on_cards=True, **common)
+    pool.values(cases.count_save, path, case.axes, TENSORS, case.specs, on_gpus=True, **common)
     counted = pool.values(cases.count_restore, path, case.target, TENSORS, case.new, read_once=read_once, **common)
     restore = simulated(model, case).operation("restore, read once" if read_once else "restore")
     assert [read for read, _ in counted] == list(restore.by_client)
@@ -163,7 +163,7 @@ def test_reshard(pool, tmp_path, model, case):
         TENSORS,
         case.specs,
         devices=case.devices,
-        on_cards=True,
+        on_gpus=True,
         clients=case.clients,
         group=True,
     )

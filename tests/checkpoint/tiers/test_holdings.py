@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.shares import amount
 
+from dtckpt.checkpoint.tiers.copy_hosts import CopyHosts
 from dtckpt.checkpoint.tiers.holdings import HeldSave, copies_to_make, held_saves, hosts_to_ask, saves_to_keep
-from dtckpt.checkpoint.tiers.placement import Placement
 from dtckpt.checkpoint.tiers.records import HostParts, SaveId
 
 KEEP = 2
@@ -38,8 +38,8 @@ class World:
             for host, (voted, written) in self.parts.items()
         }
 
-    def placement(self):
-        return Placement.of(self.hosts, 2)
+    def copy_hosts(self):
+        return CopyHosts.of(self.hosts, 2)
 
     def save(self):
         """A save may die before the vote, between the vote and its notes, and amid the copies."""
@@ -58,9 +58,9 @@ class World:
         noted = [client for client in range(len(clients)) if self.chance.random() < 0.95]
         for client in noted:
             self.note(clients[client], save, client)
-        placement = self.placement()
+        copy_hosts = self.copy_hosts()
         for client in noted:
-            for host in placement.partners(clients[client]):
+            for host in copy_hosts.partners(clients[client]):
                 if self.chance.random() < 0.9:
                     self.note(host, save, client)
         for voted, _ in self.parts.values():
@@ -106,8 +106,8 @@ class World:
         assert [held.save for held in found] == expected
         assert all(held.save in self.complete for held in found)
         if found:
-            placement = self.placement()
-            for client, sender, receiver in list(copies_to_make(found[0], placement)):
+            copy_hosts = self.copy_hosts()
+            for client, sender, receiver in list(copies_to_make(found[0], copy_hosts)):
                 assert sender in found[0].holders[client]
                 assert receiver not in found[0].holders[client]
                 self.note(receiver, found[0].save, client)

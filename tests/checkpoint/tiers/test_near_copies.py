@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtckpt.checkpoint.saving.plan import Copies, TensorSpec, copies_of, holdings_of, plan_save
+from dtckpt.checkpoint.saving.plan import CopyRule, TensorSpec, copies_of, holdings_of, plan_save
 from dtckpt.checkpoint.saving.staging import written_regions
 from dtckpt.checkpoint.tiers.near_copies import near_copies
 from dtckpt.layout.create_mesh import abstract_mesh
@@ -25,7 +25,7 @@ def plans(draw):
         layout = None if dims is None else Layout(dims, mesh)
         clients = tuple(range(replicas * shards))
         boxes = copies_of(clients, shape) if layout is None else holdings_of(layout, shape)
-        copies = draw(st.sampled_from(Copies))
+        copies = draw(st.sampled_from(CopyRule))
         specs.append(TensorSpec(f"w{number}", shape, "float32", "float32", boxes, layout, copies=copies))
     numbers = draw(st.permutations(range(replicas * shards)))
     cuts = sorted(draw(st.sets(st.integers(1, len(numbers)), max_size=3)) | {len(numbers)})
@@ -57,7 +57,7 @@ def test_a_host_has_everything_that_its_clients_have(case):
             element
             for tensor in plan.tensors
             # What may differ is wanted as it was saved, not as this host has it.
-            if tensor.spec.copies is Copies.EQUAL
+            if tensor.spec.copies is CopyRule.EQUAL
             for holding in tensor.spec.holdings
             if set(holding.clients) & set(host)
             for element in elements(tensor.name, holding.region)

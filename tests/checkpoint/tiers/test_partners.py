@@ -10,7 +10,7 @@ import pytest
 from dtckpt.checkpoint.tiers import replicator as replicators
 from dtckpt.checkpoint.tiers.peers import Peer
 from dtckpt.checkpoint.tiers.records import SaveId
-from dtckpt.checkpoint.tiers.replicator import Copy, Replicator
+from dtckpt.checkpoint.tiers.replicator import OutgoingPart, Replicator
 from dtckpt.errors import StorageError
 
 from . import tier_faults
@@ -70,7 +70,7 @@ def submit(replicator, step, *peers, is_agreed=True):
     ended = threading.Event()
     save = SaveId(step, step, 1, False, "00000000")
     protect = functools.partial(replicator.protect, save)
-    replicator.submit(Copy(save, 0, b"", memoryview(b"12"), peers, ended.set, protect, is_agreed))
+    replicator.submit(OutgoingPart(save, 0, b"", memoryview(b"12"), peers, ended.set, protect, is_agreed))
     return ended
 
 
@@ -109,7 +109,7 @@ def test_a_slow_link(monkeypatch, caplog, max_rate, seconds, is_told):
     replicator = Replicator(max_rate, link_rate=1e8)
     data = memoryview(bytes(64 << 20))
     for step in (1, 2):
-        replicator._send(Copy(SaveId(step, step, 1, False, "00000000"), 0, b"", data, [Link("far")], int, int))
+        replicator._send(OutgoingPart(SaveId(step, step, 1, False, "00000000"), 0, b"", data, [Link("far")], int, int))
     told = [record.message for record in caplog.records]
     assert len(told) == 1 + is_told
     assert "host far takes copies at" in told[0]

@@ -25,7 +25,7 @@ from dtckpt.checkpoint.saving.write import ClientWriter
 from dtckpt.checkpoint.tiers import durable, peers
 from dtckpt.checkpoint.tiers.host_folder import HostFolder
 from dtckpt.checkpoint.tiers.peers import Peer
-from dtckpt.checkpoint.tiers.server import _Handler
+from dtckpt.checkpoint.tiers.server import _PartHandler
 from dtckpt.checkpoint.tiers.tier_files import TierFiles
 from dtckpt.errors import StorageFullError
 
@@ -229,12 +229,12 @@ def _full(*_: Any) -> None:
     raise StorageFullError("the local tier is full: 8 KiB are in use, and 4 KiB more are needed")
 
 
-def _silent(handler: _Handler, *_: Any) -> None:
+def _silent(handler: _PartHandler, *_: Any) -> None:
     # Without a timeout of the copy, each later save would wait for it for ever.
     _let_go.wait(60)
 
 
-def _hangs_up(handler: _Handler, *_: Any) -> None:
+def _hangs_up(handler: _PartHandler, *_: Any) -> None:
     # A copy that was cut off and counted would be missed when its owner is lost.
     raise ConnectionResetError
 
@@ -258,15 +258,15 @@ def save_with_partner(
     """
     mesh, blocked = mesh_of_all(), []
     _let_go.clear()
-    real = _Handler._keep
+    real = _PartHandler._keep
     state_ = {"step": 0}
 
-    def keep(handler: _Handler, *args: Any) -> None:
+    def keep(handler: _PartHandler, *args: Any) -> None:
         if own and state_["step"] in troubled:
             PARTNERS[fault](handler, *args)
         real(handler, *args)
 
-    with warnings_told() as told, mock.patch.object(_Handler, "_keep", keep):
+    with warnings_told() as told, mock.patch.object(_PartHandler, "_keep", keep):
         start = time.monotonic()
         local = tier(folder, hosts, timeout_s=1.0)
         with CheckpointManager(root, local=local, save_interval_steps=10**6, options=OPTIONS) as manager:

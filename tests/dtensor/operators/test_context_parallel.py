@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support.states import CLIENTS_WITH_CARDS, MESH_MAKERS, cluster_mesh
+from support.states import CLIENTS_WITH_GPUS, MESH_MAKERS, cluster_mesh
 
 import dtckpt
 from dtckpt import abstract_mesh
@@ -84,8 +84,8 @@ def test_attention_is_that_of_the_whole_sequence(pool, clients, length, heads, d
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("clients", "backend"), CLIENTS_WITH_CARDS)
-def test_attention_of_clients_with_cards(pool, clients, backend):
+@pytest.mark.parametrize(("clients", "backend"), CLIENTS_WITH_GPUS)
+def test_attention_of_clients_with_gpus(pool, clients, backend):
     for _, *case in CASES:
         validate_attention(pool, clients, *case, "GPU", backend)
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 from support.shares import amount
-from support.states import card_mesh, needs_card
+from support.states import gpu_mesh, needs_gpu
 
 from dtckpt import abstract_mesh
 from dtckpt.dtensor import init_device_mesh
@@ -38,8 +38,8 @@ def test_virtual_devices_learn_the_same(axes):
     assert train(abstract_mesh(axes), STEPS) == pytest.approx(on_one_device(), rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("make_mesh", [pytest.param(card_mesh, marks=needs_card)])
-def test_devices_that_share_a_card_learn_the_same(make_mesh):
+@pytest.mark.parametrize("make_mesh", [pytest.param(gpu_mesh, marks=needs_gpu)])
+def test_devices_that_share_a_gpu_learn_the_same(make_mesh):
     # Kernels there add up in another order, and may round random numbers in another way.
     assert train(make_mesh({"data": 2, "model": 2}), STEPS) == pytest.approx(on_one_device(), rel=1e-2)
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.states import card_mesh
+from support.states import gpu_mesh
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,10 +32,10 @@ class Calls(TorchDispatchMode):
         (lambda: torch.ones((), device="cuda:1"), ["_to_copy", "clone", "clone"]),
     ],
 )
-def test_each_card_gets_them_once_and_numbers_without_a_copy(monkeypatch, make, calls):
-    # Four mesh devices share two cards.
+def test_each_gpu_gets_them_once_and_numbers_without_a_copy(monkeypatch, make, calls):
+    # Four mesh devices share two GPUs.
     monkeypatch.setattr(plain_tensors, "device_of", lambda name: torch.device("cuda", int(name[-1]) % 2))
-    mesh = card_mesh({"x": 4})
+    mesh = gpu_mesh({"x": 4})
     with FakeTensorMode():
         tensor = make()
         with Calls() as made:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.states import card_mesh
+from support.states import gpu_mesh
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
@@ -154,13 +154,13 @@ def test_parameters_out_of_range(values):
         torch.normal(tensor, -tensor.abs())
 
 
-def test_the_host_does_not_wait_for_a_card_to_check_parameters(monkeypatch):
+def test_the_host_does_not_wait_for_a_gpu_to_check_parameters(monkeypatch):
     """Numbers of fake tensors cannot be read: whoever asks for one raises."""
     monkeypatch.setattr(plain_tensors, "device_of", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(rules, "refill", lambda tensor, *_: tensor)
     checked = []
     monkeypatch.setattr(torch_private, "assert_async", lambda is_right, expected: checked.append((is_right, expected)))
-    layout = Layout(["x", UNSHARDED], card_mesh({"x": 2}))
+    layout = Layout(["x", UNSHARDED], gpu_mesh({"x": 2}))
     with FakeTensorMode():
         components = [torch.rand(3, 5, device="cuda") for _ in range(2)]
         tensor = DTensor(components, layout, SHAPE, torch.float32, device=components[0].device)

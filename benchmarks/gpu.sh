@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Test and measure dtckpt on a machine with a CUDA card, without network, in under nine minutes:
+# Test and measure dtckpt on a machine with a CUDA GPU, without network, in under nine minutes:
 #
-#     bash benchmarks/card.sh OUT_FOLDER [WHEELS_FOLDER]
+#     bash benchmarks/gpu.sh OUT_FOLDER [WHEELS_FOLDER]
 #
 # WHEELS_FOLDER (default wheels/, if it is there) holds what Python lacks there; `make wheels` fills it elsewhere.
 # OUT_FOLDER gets summary.txt (every step, how it ended, its seconds), versions.txt, tests.txt and benchmarks.txt.
 # Steps come in order of importance; those that find no time left are skipped, and the summary says so.
 # PYTHON is the interpreter, default python3; BUDGET_S the seconds for everything, default 520.
-# Exits with 1 if a step failed or was skipped. Without a card the tests skip, and the benchmarks are left out.
+# Exits with 1 if a step failed or was skipped. Without a GPU the tests skip, and the benchmarks are left out.
 set -uo pipefail
 
-out=${1:?usage: bash benchmarks/card.sh OUT_FOLDER [WHEELS_FOLDER]}
+out=${1:?usage: bash benchmarks/gpu.sh OUT_FOLDER [WHEELS_FOLDER]}
 mkdir -p "$out" && out=$(realpath "$out") || exit 2
 wheels=$(realpath "${2:-$(dirname "$0")/../wheels}")
 cd "$(dirname "$0")/.." || exit 2
@@ -59,11 +59,11 @@ if compgen -G "$wheels/*.whl" >/dev/null; then
     step 60 versions.txt "install the wheels" "$python" -m pip install --quiet --no-index --no-deps --no-compile \
         --no-cache-dir --disable-pip-version-check --target "$site" "$wheels"/*.whl || exit 1
 fi
-step 60 versions.txt "versions" "$python" -m benchmarks.card_versions || exit 1
+step 60 versions.txt "versions" "$python" -m benchmarks.gpu_versions || exit 1
 tail -n +1 "$out/versions.txt"
-has_card=$("$python" -c 'import torch; print(int(torch.cuda.is_available()))')
-if ((!has_card)); then
-    note "no card: tests that need one skip, benchmarks are left out"
+has_gpu=$("$python" -c 'import torch; print(int(torch.cuda.is_available()))')
+if ((!has_gpu)); then
+    note "no GPU: tests that need one skip, benchmarks are left out"
 fi
 
 # --- tests, the most important first: each has 90 seconds; one that hangs ends its process, and others go on in a new one ---
@@ -77,14 +77,14 @@ grep -hE '^(FAILED|ERROR) |^=+ .*(passed|failed|skipped|error)' "$out/tests.txt"
 
 # --- benchmarks ---
 
-if ((has_card)); then
-    step 150 benchmarks.txt "benchmark: saves, host waits, graphs" "$python" -m benchmarks.card --folder "$folder"
-    step 40 benchmarks.txt "benchmark: redistribution on one card" "$python" -m benchmarks.local_redistribute --device cuda
+if ((has_gpu)); then
+    step 150 benchmarks.txt "benchmark: saves, host waits, graphs" "$python" -m benchmarks.gpu --folder "$folder"
+    step 40 benchmarks.txt "benchmark: redistribution on one GPU" "$python" -m benchmarks.local_redistribute --device cuda
     step 40 benchmarks.txt "benchmark: dispatch" "$python" -m benchmarks.dispatch --device cuda --rounds 20 --axes 1
     step 60 benchmarks.txt "benchmark: training step" "$python" -m torch.distributed.run --standalone --nproc-per-node 1 \
         -m benchmarks.train_step --device cuda
     step 60 benchmarks.txt "example: GPT" "$python" -m examples.gpt --device cuda
-    step 120 benchmarks.txt "demo: four clients, and two, share the card" "$python" -m examples.demo --device cuda --output "$site/demo"
+    step 120 benchmarks.txt "demo: four clients, and two, share the GPU" "$python" -m examples.demo --device cuda --output "$site/demo"
     cat "$out/benchmarks.txt"
 fi
 

@@ -7,20 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtckpt.checkpoint.tiers.placement import Placement
+from dtckpt.checkpoint.tiers.copy_hosts import CopyHosts
 
 
 def of(num_hosts, copies, domain=lambda host: host):
-    return Placement.of({f"{host:04}": str(domain(host)) for host in range(num_hosts)}, copies)
+    return CopyHosts.of({f"{host:04}": str(domain(host)) for host in range(num_hosts)}, copies)
 
 
 @given(st.integers(1, 40), st.integers(1, 6))
 def test_every_part_has_its_copies(num_hosts, copies):
-    placement = of(num_hosts, copies)
+    copy_hosts = of(num_hosts, copies)
     count = min(copies, num_hosts)
-    held = dict.fromkeys(placement.domains, 0)
-    for host in placement.domains:
-        partners = placement.partners(host)
+    held = dict.fromkeys(copy_hosts.domains, 0)
+    for host in copy_hosts.domains:
+        partners = copy_hosts.partners(host)
         assert len({host, *partners}) == count
         for partner in partners:
             held[partner] += 1
@@ -29,10 +29,10 @@ def test_every_part_has_its_copies(num_hosts, copies):
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 9))
 def test_the_probability_is_that_of_brute_force(num_hosts, copies, num_lost):
-    placement = of(num_hosts, copies)
-    sets = list(itertools.combinations(placement.domains, num_lost))
-    fatal = sum(not placement.survives(lost) for lost in sets)
-    assert math.isclose(placement.loss_probability(num_lost), fatal / len(sets) if sets else 0.0, abs_tol=1e-12)
+    copy_hosts = of(num_hosts, copies)
+    sets = list(itertools.combinations(copy_hosts.domains, num_lost))
+    fatal = sum(not copy_hosts.survives(lost) for lost in sets)
+    assert math.isclose(copy_hosts.loss_probability(num_lost), fatal / len(sets) if sets else 0.0, abs_tol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -61,16 +61,16 @@ def test_known_figures(num_hosts, copies, num_lost, percent):
 def test_one_domain_takes_no_step(copies, num_domains, per_domain):
     """Equal domains, at least as many as copies: the loss of any one leaves each part somewhere."""
     num_domains = max(num_domains, copies)
-    placement = of(num_domains * per_domain, copies, lambda host: host // per_domain)
-    if len(placement.ring) == 0:
-        assert placement.in_one_domain == []
+    copy_hosts = of(num_domains * per_domain, copies, lambda host: host // per_domain)
+    if len(copy_hosts.ring) == 0:
+        assert copy_hosts.in_one_domain == []
         for domain in range(num_domains):
-            assert placement.survives({host for host, its in placement.domains.items() if its == str(domain)})
+            assert copy_hosts.survives({host for host, its in copy_hosts.domains.items() if its == str(domain)})
 
 
 def test_neighbours_do_not_hold_each_others_parts():
-    placement = of(8, 2)
-    assert placement.partners("0000") == ("0004",)
+    copy_hosts = of(8, 2)
+    assert copy_hosts.partners("0000") == ("0004",)
     racks = of(8, 2, lambda host: host // 4)
     assert racks.survives({"0000", "0001", "0002", "0003"})
     together = of(4, 2, lambda host: host == 3)

@@ -1,6 +1,6 @@
-"""Say on what a run on a CUDA card was made; fail where something that the tests need is missing or too old.
+"""Say on what a run on a CUDA GPU was made; fail where something that the tests need is missing or too old.
 
-Run: ``python -m benchmarks.card_versions``.
+Run: ``python -m benchmarks.gpu_versions``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main() -> None:
     missing = [problem for requirement in wanted if (problem := _problem(requirement))]
     if missing:
         sys.exit(f"this Python cannot run dtckpt's tests: {'; '.join(missing)}; carry wheels, see docs/measuring.md")
-    _print_cards()
+    _print_gpus()
 
 
 def _problem(requirement: Requirement) -> str | None:
@@ -42,24 +42,24 @@ def _problem(requirement: Requirement) -> str | None:
     return None if requirement.specifier.contains(version, prereleases=True) else f"got {version} of {requirement}"
 
 
-def _print_cards() -> None:
+def _print_gpus() -> None:
     import torch
 
     print(f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, git {torch.version.git_version}")
     if not torch.cuda.is_available():
-        print("no card")
+        print("no GPU")
         return
     num_by_nvml = torch.cuda._device_count_nvml()
-    print(f"cards: {torch.cuda.device_count()}, by NVML {num_by_nvml}")
+    print(f"GPUs: {torch.cuda.device_count()}, by NVML {num_by_nvml}")
     if num_by_nvml < 0:
         # PyTorch then asks the driver, which starts CUDA; a process that was forked after that cannot use it.
         sys.exit(
-            "NVML does not tell the number of cards: the tests ask for it in a process that is forked later, and only "
+            "NVML does not tell the number of GPUs: the tests ask for it in a process that is forked later, and only "
             "NVML makes that safe; look whether libnvidia-ml.so.1 loads, and whether CUDA_VISIBLE_DEVICES names a MIG "
             "instance, about which PyTorch does not ask NVML"
         )
     for number in range(torch.cuda.device_count()):
-        print(f"card {number}: {torch.cuda.get_device_name(number)}, {torch.cuda.mem_get_info(number)[1] >> 30} GiB")
+        print(f"GPU {number}: {torch.cuda.get_device_name(number)}, {torch.cuda.mem_get_info(number)[1] >> 30} GiB")
     print(f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, driver {_driver()}")
 
 

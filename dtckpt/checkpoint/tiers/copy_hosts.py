@@ -29,7 +29,7 @@ Polynomial = list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class CopyHosts:
     """Which hosts hold copies of which.
 
     Args:
@@ -45,7 +45,7 @@ class Placement:
     ring: tuple[str, ...]
 
     @classmethod
-    def of(cls, domains: Mapping[str, str], copies: int) -> Placement:
+    def of(cls, domains: Mapping[str, str], copies: int) -> CopyHosts:
         """Place copies on hosts.
 
         Args:

@@ -1,6 +1,6 @@
-"""What a CUDA card is to reach, measured in one process: staging, saves in the background, host waits, CUDA graphs.
+"""What a CUDA GPU is to reach, measured in one process: staging, saves in the background, host waits, CUDA graphs.
 
-Run: ``python -m benchmarks.card [--mib 2048] [--rounds 5] [--folder /dev/shm] [--device cuda]``. ``--device cpu`` only
+Run: ``python -m benchmarks.gpu [--mib 2048] [--rounds 5] [--folder /dev/shm] [--device cuda]``. ``--device cpu`` only
 shows that the program runs. A measurement that fails is a row of the table, and the others go on.
 """
 
@@ -34,7 +34,7 @@ from examples.gpt import GPT, SEED, batch_of, distributed, placed, train_step
 TENSORS = 64
 WARM_STEPS, STEPS = 5, 20
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-"""Calls of CUDA's runtime that return when a card has done something."""
+"""Calls of CUDA's runtime that return when a GPU has done something."""
 
 Row = tuple[str, str, str]
 """What was measured, what was found, and what is wanted."""
@@ -162,7 +162,7 @@ def host_waits(arguments: argparse.Namespace) -> Iterator[Row]:
     with profile(activities=activities) as profiled:
         for _ in range(STEPS):
             step()
-    # The profiler itself waits for the card at its end.
+    # The profiler itself waits for the GPU at its end.
     waits = Counter({event.key: event.count for event in profiled.key_averages() if event.key in WAITS})
     waits["cudaDeviceSynchronize"] -= min(waits["cudaDeviceSynchronize"], 1)
     found = ", ".join(f"{count} {name}" for name, count in waits.items() if count) or "none"
@@ -187,14 +187,14 @@ def graph_with_sgd(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def graph_with_adamw(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Capture a step of an optimizer that has numbers of its own on the card."""
+    """Capture a step of an optimizer that has numbers of its own on the GPU."""
     return _captured("AdamW", arguments)
 
 
 def _captured(optimizer: str, arguments: argparse.Namespace) -> Iterator[Row]:
     """Capture a step of a GPT without dropout; its losses are to be those of steps that are not captured."""
     if arguments.device != "cuda":
-        yield f"CUDA graph of a step of {optimizer}", "left out: no card", "the same losses"
+        yield f"CUDA graph of a step of {optimizer}", "left out: no GPU", "the same losses"
         return
     eager, step = (_gpt("cuda", is_training=False, optimizer=optimizer) for _ in range(2))
     expected = [eager().item() for _ in range(WARM_STEPS + 2)]
@@ -218,7 +218,7 @@ def _captured(optimizer: str, arguments: argparse.Namespace) -> Iterator[Row]:
 def random_graph(arguments: argparse.Namespace) -> Iterator[Row]:
     """Capture a step with dropout, which must be refused."""
     if arguments.device != "cuda":
-        yield "CUDA graph of a step with dropout", "left out: no card", "a clear error"
+        yield "CUDA graph of a step with dropout", "left out: no GPU", "a clear error"
         return
     step = _gpt("cuda", is_training=True)
     step()

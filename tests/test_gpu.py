@@ -1,4 +1,4 @@
-"""The script for a machine with a card runs every test that wants one, and ends in time where there is none."""
+"""The script for a machine with a GPU runs every test that wants one, and ends in time where there is none."""
 
 import contextlib
 import importlib.metadata
@@ -13,12 +13,12 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from benchmarks import card_versions
+from benchmarks import gpu_versions
 
 ROOT = Path(__file__).parents[1]
-SCRIPT = ROOT / "benchmarks" / "card.sh"
-WHEELS = ROOT / "benchmarks" / "card_wheels.txt"
-MARKS = re.compile(r"mark\.cuda|needs_card|CLIENTS_WITH_CARDS|MESH_MAKERS")
+SCRIPT = ROOT / "benchmarks" / "gpu.sh"
+WHEELS = ROOT / "benchmarks" / "gpu_wheels.txt"
+MARKS = re.compile(r"mark\.cuda|needs_gpu|CLIENTS_WITH_GPUS|MESH_MAKERS")
 
 
 def run(folder, **variables):
@@ -32,7 +32,7 @@ def run(folder, **variables):
     )
 
 
-def test_it_runs_all_files_with_tests_for_cards():
+def test_it_runs_all_files_with_tests_for_gpus():
     """But those of helpers that the others import."""
     files = set(ROOT.glob("tests/**/test_*.py")) - {Path(__file__)}
     marked = {str(path.relative_to(ROOT)) for path in files if MARKS.search(path.read_text())}
@@ -56,7 +56,7 @@ def closure(names):
 
 def test_the_wheels_and_pytorch_are_all_that_dtckpt_and_its_tests_need():
     dependencies = [Requirement(line).name for line in importlib.metadata.requires("dtckpt") if "extra ==" not in line]
-    needed = closure([*dependencies, *card_versions.TOOLS, "grpcio-status"]) - closure(["torch", "numpy"])
+    needed = closure([*dependencies, *gpu_versions.TOOLS, "grpcio-status"]) - closure(["torch", "numpy"])
     carried = {Requirement(line).name for line in WHEELS.read_text().splitlines() if not line.startswith("#")}
     assert needed <= set(map(canonicalize_name, carried))
 
@@ -68,21 +68,21 @@ def test_the_wheels_are_pinned():
 
 
 @pytest.mark.parametrize("num_by_nvml", [1, -1])
-def test_a_number_of_cards_that_nvml_does_not_tell_is_refused(monkeypatch, capsys, num_by_nvml):
+def test_a_number_of_gpus_that_nvml_does_not_tell_is_refused(monkeypatch, capsys, num_by_nvml):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: num_by_nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "a card")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "a GPU")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (1 << 30, 8 << 30))
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
-    monkeypatch.setattr(card_versions, "_driver", lambda: "580.1")
+    monkeypatch.setattr(gpu_versions, "_driver", lambda: "580.1")
     if num_by_nvml < 0:
-        with pytest.raises(SystemExit, match=r"^NVML does not tell the number of cards: "):
-            card_versions._print_cards()
+        with pytest.raises(SystemExit, match=r"^NVML does not tell the number of GPUs: "):
+            gpu_versions._print_gpus()
     else:
-        card_versions._print_cards()
+        gpu_versions._print_gpus()
         told = capsys.readouterr().out
-        assert f"cards: 1, by NVML {num_by_nvml}\ncard 0: a card, 8 GiB" in told
+        assert f"GPUs: 1, by NVML {num_by_nvml}\nGPU 0: a GPU, 8 GiB" in told
 
 
 @pytest.mark.processes
