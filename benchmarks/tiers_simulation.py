@@ -3,7 +3,7 @@
 Run: ``python -m benchmarks.tiers_simulation [--days 365] [--output tiers.svg]``. 16 384 clients on 2 048 hosts train
 for a year, in a simulation. Failures come at random, as often and of such kinds as those of the training of Llama 3
 (419 in 54 days; The Llama 3 Herd of Models, 2024). Which hosts are lost together is drawn for each of them, and the
-real placement of the tier decides whether a step is lost (`dtckpt.checkpoint.tiers.copy_hosts`).
+real `CopyHosts` of the tier decide whether a step is lost (`dtckpt.checkpoint.tiers.copy_hosts`).
 
 Costs, in seconds, are assumptions of `Costs`; those of a save and a restore follow from bytes and bandwidths. A save to
 the root is asynchronous; its interval is the best one by Daly's formula (`dtckpt.optimal_interval`).
