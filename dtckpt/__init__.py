@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.saving.save import save
     from dtckpt.checkpoint.saving.save_async import SaveHandle, save_async
     from dtckpt.checkpoint.shards import Shards
-    from dtckpt.checkpoint.simulating.simulate import simulate
-    from dtckpt.checkpoint.simulating.simulation import Machine, Simulation
+    from dtckpt.checkpoint.simulating.simulate import Machine, Simulation, simulate
     from dtckpt.checkpoint.tensorflow.dtensor_checkpoint import DTensorCheckpoint
     from dtckpt.checkpoint.tensorflow.named_tensors import name_based_restore, name_based_save, sharded_save
     from dtckpt.checkpoint.tiers.local_restore import LocalRestore

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dtckpt.checkpoint.simulating.simulation import LinkLoad, SimulatedOperation, Simulation
+from dtckpt.checkpoint.simulating.simulate import LinkLoad, SimulatedOperation, Simulation
 from dtckpt.cli.output import format_age
 from dtckpt.errors import format_nbytes
 from dtckpt.layout.layout import Layout

@@ -29,18 +29,18 @@ from dtckpt.cli.output import (
     format_value,
     is_quiet,
     open_progress,
+    page,
     table_lines,
     write_event,
 )
-from dtckpt.cli.pager import page
 from dtckpt.errors import format_nbytes, printable
 
 if TYPE_CHECKING:
-    from dtckpt.checkpoint.inspecting.difference import Difference, DiffReport, Fact
     from dtckpt.checkpoint.inspecting.elements import ElementDifferences, Extreme
+    from dtckpt.checkpoint.inspecting.tensor_comparison import Difference, DiffReport, Fact
 
 DIFFERENCES = ("missing", "extra", "type", "value", "shape", "dtype", "layout", "part", "elements", "file", "unknown")
-"""A copy of the names in `dtckpt.checkpoint.inspecting.difference`, which is slow to import."""
+"""A copy of the names in `dtckpt.checkpoint.inspecting.tensor_comparison`, which is slow to import."""
 
 EPILOG = """\b
 Differences:
@@ -105,8 +105,7 @@ def command(
     dtype are equal if their bits are, so a NaN equals one of the same bits. Errors do not count a NaN.
     """
     from dtckpt.checkpoint.inspecting.compare import plan_comparison
-    from dtckpt.checkpoint.inspecting.difference import DifferenceKind
-    from dtckpt.checkpoint.inspecting.tensor_comparison import Reads
+    from dtckpt.checkpoint.inspecting.tensor_comparison import DifferenceKind, Reads
     from dtckpt.checkpoint.open import open_checkpoint
 
     return_freed_memory()
@@ -159,7 +158,7 @@ def _write_json(report: DiffReport) -> None:
 
 
 def _fact_json(fact: Fact) -> Any:
-    from dtckpt.checkpoint.inspecting.difference import ContentDigest, PlainValue, StoredDtype, TensorFacts
+    from dtckpt.checkpoint.inspecting.tensor_comparison import ContentDigest, PlainValue, StoredDtype, TensorFacts
     from dtckpt.layout.layout import Layout
 
     match fact:
@@ -228,7 +227,7 @@ def _row(difference: Difference) -> tuple[str, str, str, str]:
 
 
 def _fact_text(fact: Fact) -> str:
-    from dtckpt.checkpoint.inspecting.difference import ContentDigest, PlainValue, TensorFacts
+    from dtckpt.checkpoint.inspecting.tensor_comparison import ContentDigest, PlainValue, TensorFacts
     from dtckpt.layout.layout import Layout
 
     match fact:
@@ -272,7 +271,7 @@ def _number(number: complex | float | int) -> str:
 
 
 def _summary(report: DiffReport) -> Iterator[str]:
-    from dtckpt.checkpoint.inspecting.difference import DifferenceKind
+    from dtckpt.checkpoint.inspecting.tensor_comparison import DifferenceKind
 
     tensors, values = format_count(report.num_tensors, "tensor"), format_count(report.num_values, "value")
     read = f", {format_nbytes(report.nbytes)} read in {report.seconds:.1f} s" if report.nbytes else ""

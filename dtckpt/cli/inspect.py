@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtckpt.cli.options import LOCATION, debug_option, json_option, pager_option
-from dtckpt.cli.output import format_count, format_layout, format_shape, format_value, table_lines, write_event
-from dtckpt.cli.pager import page
+from dtckpt.cli.output import format_count, format_layout, format_shape, format_value, page, table_lines, write_event
 from dtckpt.errors import TensorNotFoundError, capped, did_you_mean, format_nbytes, printable
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.names import natural_key
@@ -271,7 +270,7 @@ def _group_nbytes(group: NameGroup[TensorInfo]) -> int:
 
 
 def _tree_rows(groups: Sequence[NameGroup[TensorInfo]], *, by_size: bool) -> list[tuple[str, ...]]:
-    from dtckpt.cli.name_tree import TreeLeaf, tree_rows
+    from dtckpt.cli.name_groups import TreeLeaf, tree_rows
 
     cells = [(format_shape(group.items[0].shape), _dtype_text(group.items[0])) for group in groups]
     leaves = [

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtckpt.cli.options import LOCATION, debug_option, json_option, pager_option
-from dtckpt.cli.output import finite_json, format_age, format_count, table_lines, write_event
-from dtckpt.cli.pager import page
+from dtckpt.cli.output import finite_json, format_age, format_count, page, table_lines, write_event
 from dtckpt.errors import format_nbytes, printable
 from dtckpt.format.names import natural_key
 

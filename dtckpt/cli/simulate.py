@@ -14,7 +14,7 @@ from dtckpt.cli.output import format_age, write_event, write_line, write_summary
 from dtckpt.errors import ConfigError, format_nbytes, printable
 
 if TYPE_CHECKING:
-    from dtckpt.checkpoint.simulating.simulation import SimulatedOperation, Simulation
+    from dtckpt.checkpoint.simulating.simulate import SimulatedOperation, Simulation
 
 EPILOG = """\b
 Models:
@@ -125,8 +125,7 @@ def command(
     speeds that you give; the time for planning is measured here.
     """
     from dtckpt.checkpoint.options import SaveOptions
-    from dtckpt.checkpoint.simulating.simulate import simulate
-    from dtckpt.checkpoint.simulating.simulation import Machine
+    from dtckpt.checkpoint.simulating.simulate import Machine, simulate
     from dtckpt.cli.arguments import parse_mesh, parse_rules
     from dtckpt.cli.charts import simulation_picture
     from dtckpt.cli.picture_files import validate_output, write_picture

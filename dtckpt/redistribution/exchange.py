@@ -37,8 +37,15 @@ from dtckpt.errors import LayoutError
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
-from dtckpt.redistribution.exchange_plan import Coordinates, Move, plan_exchange, reduced_axes, reduction_kind, term_of
-from dtckpt.redistribution.layout_change import LayoutChange
+from dtckpt.redistribution.exchange_plan import (
+    Coordinates,
+    LayoutChange,
+    Move,
+    plan_exchange,
+    reduced_axes,
+    reduction_kind,
+    term_of,
+)
 from dtckpt.redistribution.messages import (
     ALIGNMENT,
     Box,

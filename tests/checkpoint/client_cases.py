@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from support.client_calls import wait_until
+from support.faulty_coordination import Fault, FaultyCoordination
 from support.states import bits_of, cluster_mesh, differences, packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, Mesh, SaveOptions
 from dtckpt.coordination.connect import connect, set_coordination
-from dtckpt.coordination.faulty import Fault, FaultyCoordination
 from dtckpt.errors import DtckptError
 from dtckpt.storage import commit_by_rename
 

@@ -7,7 +7,7 @@ from support.states import packed
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
-from dtckpt.checkpoint.inspecting.difference import DifferenceKind
+from dtckpt.checkpoint.inspecting.tensor_comparison import DifferenceKind
 from dtckpt.cli import diff
 
 from .conftest import run_on_terminal, run_process

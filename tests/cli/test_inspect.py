@@ -9,7 +9,7 @@ from support.states import packed
 
 import dtckpt
 from dtckpt import Layout, PerClient, SaveOptions, abstract_mesh
-from dtckpt.cli.pager import pager_command
+from dtckpt.cli.output import pager_command
 
 from .conftest import run_on_terminal
 

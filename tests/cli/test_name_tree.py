@@ -1,4 +1,4 @@
-from dtckpt.cli.name_tree import TreeLeaf, tree_rows
+from dtckpt.cli.name_groups import TreeLeaf, tree_rows
 
 LEAVES = [
     TreeLeaf("model/layers.{0..31}.mlp.w", 32, 32 << 10, ("8x8", "float32")),

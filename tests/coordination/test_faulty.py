@@ -4,10 +4,10 @@ import secrets
 
 import pytest
 from support.client_calls import HEARTBEAT_S
+from support.faulty_coordination import Fault, FaultyCoordination
 
 from dtckpt.coordination import torch_store
 from dtckpt.coordination.api import Member
-from dtckpt.coordination.faulty import Fault, FaultyCoordination
 from dtckpt.coordination.single_client import SingleClientCoordination
 
 from .contract import ManyClientsContract

@@ -26,8 +26,14 @@ from dataclasses import replace
 
 from dtckpt.checkpoint.foreign import torch_files
 from dtckpt.checkpoint.foreign.dcp_metadata import DcpMetadata, Path, StoredItem, merge, parse_metadata, structure_of
-from dtckpt.checkpoint.foreign.dcp_processes import merge_processes
-from dtckpt.checkpoint.foreign.dcp_values import Value, read_value, read_values, segments_of, tensor_of
+from dtckpt.checkpoint.foreign.dcp_processes import (
+    Value,
+    merge_processes,
+    read_value,
+    read_values,
+    segments_of,
+    tensor_of,
+)
 from dtckpt.checkpoint.foreign.pickle_syntax import MAX_PICKLE_NBYTES, ReadBudget
 from dtckpt.checkpoint.reading.pieces import PieceIndex, PieceTensor
 from dtckpt.errors import CheckpointVersionError, DtckptError, TreeError

@@ -19,14 +19,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtckpt.checkpoint.converting.optimizer_states import with_numbers
-from dtckpt.checkpoint.inspecting.difference import (
-    Difference,
-    DifferenceKind,
-    DiffReport,
-    Fact,
-    PlainValue,
-    TensorFacts,
-)
 from dtckpt.checkpoint.inspecting.elements import ElementDifferences
 from dtckpt.checkpoint.inspecting.read_elements import (
     DEFAULT_MAX_MEMORY,
@@ -36,7 +28,17 @@ from dtckpt.checkpoint.inspecting.read_elements import (
     read_ahead,
 )
 from dtckpt.checkpoint.inspecting.selection import Selection
-from dtckpt.checkpoint.inspecting.tensor_comparison import Reads, TensorComparison, compare_tensors
+from dtckpt.checkpoint.inspecting.tensor_comparison import (
+    Difference,
+    DifferenceKind,
+    DiffReport,
+    Fact,
+    PlainValue,
+    Reads,
+    TensorComparison,
+    TensorFacts,
+    compare_tensors,
+)
 from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo

@@ -16,16 +16,14 @@ from typing import Any, Literal
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.converting.shared_export import ExportOptions, export_together
 from dtckpt.checkpoint.managing.candidates import Candidate, newest_first
-from dtckpt.checkpoint.managing.failed_saves import FailedSaves, OnFailure
 from dtckpt.checkpoint.managing.interval import AutoInterval
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, current_steps
-from dtckpt.checkpoint.managing.options import ManagerOptions, auto_interval, is_continuous
-from dtckpt.checkpoint.managing.pace import Pace
+from dtckpt.checkpoint.managing.options import FailedSaves, ManagerOptions, OnFailure, auto_interval, is_continuous
 from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid, run_at
 from dtckpt.checkpoint.managing.retention import Metrics, Retention
 from dtckpt.checkpoint.managing.root import root_of
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER, RunHistory
-from dtckpt.checkpoint.managing.schedule import SaveRules, Schedule
+from dtckpt.checkpoint.managing.schedule import Pace, SaveRules, Schedule
 from dtckpt.checkpoint.managing.step_folders import METRICS_NAME, StepFolders
 from dtckpt.checkpoint.managing.tier_saves import TierSaves
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions

@@ -1,7 +1,7 @@
 """`Root`: the directory, or prefix on an object store, that a manager keeps checkpoints below; and the right to do so.
 
 Two processes that save to one root would remove each other's checkpoints, so one process at a time has the right to
-change them. In a directory that is a lock (`dtckpt.checkpoint.managing.root_lock`): the first process has it. An object
+change them. In a directory that is a lock (`dtckpt.checkpoint.managing.root`): the first process has it. An object
 store has no locks, so there the newest manager has it:
 
     .dtckpt-managers/
@@ -9,15 +9,25 @@ store has no locks, so there the newest manager has it:
         00000000000000000042-03be77d1     the newest manager: has the right, and removes the older entries
 
 Entries begin with a number that grows from manager to manager, so their order by name is their order by age.
+
+The lock of a directory is a record lock (``fcntl.lockf``), which belongs to the process. Forked processes share a lock
+of an open file (``flock``), but a data loader that outlives its parent must not keep the next job out. Record locks do
+not exclude two managers of one process from each other; the registry ``_held`` does.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
 import os
 import re
 import secrets
+import stat
+import struct
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -27,16 +37,127 @@ from typing import Protocol
 from typing_extensions import override
 
 from dtckpt.checkpoint.managing.leftovers import Leftover, collect_leftovers, find_leftovers, interrupted_exchanges
-from dtckpt.checkpoint.managing.root_lock import RootLock
 from dtckpt.errors import CheckpointConflictError, printable
 from dtckpt.format import json_facts
 from dtckpt.format.manifest import MANIFEST_NAME
 from dtckpt.storage.commit_by_decision import COMMITTED, GIVEN_UP, REGISTER_FOLDER, AttemptRegister, start_ns
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder, ObjectFolder, open_folder
-from dtckpt.storage.local_folder import LocalFolder
+from dtckpt.storage.local_folder import LocalFolder, make_folders
 from dtckpt.storage.location import Location
 from dtckpt.storage.url import Url
+
+logger = logging.getLogger("dtckpt.checkpoint")
+
+_DRAFT_AGE_S = 3600.0
+"""Older drafts are of processes that died: a draft is renamed at once."""
+_open_roots: set[Path] = set()
+"""The roots of which `_tidy` has warned."""
+LOCK_NAME = ".dtckpt-manager.lock"
+_FLOCK = struct.Struct("hhqqi4x")
+"""``struct flock`` of Linux with 64 bits: type, whence, start, length, process."""
+_held: weakref.WeakValueDictionary[tuple[int, Path], RootLock] = weakref.WeakValueDictionary()
+"""The locks of this process, by process (a forked process starts without locks) and directory."""
+
+
+class RootLock:
+    """The right to change the checkpoints of a directory; it ends with the process at the latest."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+        self._close: weakref.finalize[[int], RootLock] | None = None
+
+    def acquire(self) -> None:
+        """Take the right; idempotent.
+
+        Raises:
+            CheckpointConflictError: Another process or another manager of this process has it.
+            StorageError: The directory cannot be written.
+        """
+        key = os.getpid(), self._root
+        if _held.get(key) is self:
+            return
+        with translate_errors("lock the directory of checkpoints", self._root):
+            make_folders(self._root)
+            if key in _held:
+                raise self._conflict("another manager of this process")
+            descriptor = LocalFolder(self._root).open_lock(LOCK_NAME, to_write=True)
+            try:
+                self._lock(descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
+        self._close = weakref.finalize(self, os.close, descriptor)
+        _held[key] = self
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Remove drafts of processes that died; warn of a root that any user may write to."""
+        with suppress(OSError):
+            LocalFolder(self._root).remove_drafts(before_s=time.time() - _DRAFT_AGE_S)
+            mode = stat.S_IMODE(self._root.stat().st_mode)
+            if mode & stat.S_IWOTH and self._root not in _open_roots:
+                _open_roots.add(self._root)
+                logger.warning(
+                    "every user may write to %s (mode %o), and so may remove or replace the checkpoints: chmod o-w it",
+                    self._root,
+                    mode,
+                )
+
+    def _lock(self, descriptor: int) -> None:
+        """Lock the file, and write into it who has the lock, for the message of a process that is refused."""
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise self._conflict(_noted_holder(descriptor)) from None
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+                raise
+            logger.warning("%s has no locks, so a second job that saves there would go unnoticed", self._root)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+
+    def _conflict(self, holder: str) -> CheckpointConflictError:
+        return CheckpointConflictError(
+            f"{holder} saves checkpoints to {self._root} already; end it, close its manager, or save elsewhere"
+        )
+
+    def holder(self) -> str:
+        """Return the process that has the right; empty if no process has it."""
+        if (os.getpid(), self._root) in _held:
+            return "this process"  # not looked at: to close the file would give the process's lock up
+        try:
+            descriptor = LocalFolder(self._root).open_lock(LOCK_NAME, to_write=False)
+        except OSError:
+            return ""
+        try:
+            # The kernel is asked, and no lock taken: a manager that starts at this moment would be refused.
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, *_ = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+            if kind == fcntl.F_UNLCK:
+                return ""
+            return _noted_holder(descriptor)
+        except OSError:  # a file system without locks
+            return ""
+        finally:
+            os.close(descriptor)
+
+    def release(self) -> None:
+        """Give the right back; idempotent."""
+        key = os.getpid(), self._root
+        if _held.get(key) is self:
+            del _held[key]
+        if self._close is not None:
+            self._close()
+
+
+def _noted_holder(descriptor: int) -> str:
+    """Return the text about its holder in a lock file, as one line.
+
+    Any user with write access to the root may have written the text.
+    """
+    return printable(os.pread(descriptor, 200, 0).decode(errors="replace")) or "another process"
+
 
 MANAGERS = ".dtckpt-managers"
 """The folder, in a root, that holds one entry for each manager."""

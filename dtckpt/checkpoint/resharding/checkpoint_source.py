@@ -1,7 +1,7 @@
 """`CheckpointSource`: the elements of a checkpoint as the source of a save, read ahead in bounded memory.
 
 Each new chunk is made of the old chunks that it intersects. The source fills a window of neighbouring new chunks at
-once (`dtckpt.checkpoint.resharding.windows`), each chunk in separate memory. So an old chunk is read once for each
+once (`dtckpt.checkpoint.resharding.reshard_plan`), each chunk in separate memory. So an old chunk is read once for each
 window and not once for each new chunk.
 
 A thread reads the next window while the chunks of this one are digested, and chunks of earlier windows are written::
@@ -25,8 +25,7 @@ import numpy as np
 
 from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.resharding.reshard_plan import NUM_WINDOWS, Budget, windows_of
-from dtckpt.checkpoint.resharding.windows import WINDOW_NBYTES
+from dtckpt.checkpoint.resharding.reshard_plan import NUM_WINDOWS, WINDOW_NBYTES, Budget, windows_of
 from dtckpt.checkpoint.saving.plan import TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Replica
 from dtckpt.comm.background_threads import begin

@@ -20,8 +20,8 @@ from dtckpt.checkpoint.resharding.reshard_plan import (
     ReshardedTensor,
     ReshardTarget,
     plan_reshard,
+    share_out,
 )
-from dtckpt.checkpoint.resharding.windows import share_out
 from dtckpt.checkpoint.resharding.workers import PartReport, SharedAttempt, Worker
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.saving.plan import TensorSpec

@@ -22,7 +22,7 @@ from dtckpt.dtensor import DTensor, torch_interop
 from dtckpt.dtensor.torch_checkpoint import copies_of
 from dtckpt.errors import DtckptError, ShapeMismatchError, TreeError
 from dtckpt.format import tree as trees
-from dtckpt.interop.dcp.copies import CopyPlace, RankCopies, TensorCopy, comparable
+from dtckpt.interop.dcp.client_parts import CopyPlace, RankCopies, TensorCopy, comparable
 from dtckpt.interop.dcp.state_items import encode_item, path_of
 from dtckpt.interop.dcp.write_plan import Share, TensorBoxes, box_of
 from dtckpt.layout import device_mesh

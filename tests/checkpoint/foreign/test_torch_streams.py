@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import dtckpt
-from dtckpt.checkpoint.foreign import dcp_files, dcp_values, torch_files
+from dtckpt.checkpoint.foreign import dcp_files, dcp_processes, torch_files
 from dtckpt.checkpoint.foreign.torch_files import PieceLocator
 from dtckpt.checkpoint.reading.pieces import Piece
 from dtckpt.errors import CheckpointCorruptError, TreeError, UnexpectedTensorError
@@ -93,7 +93,7 @@ def state():
 
 @pytest.mark.parametrize("run_nbytes", [0, 3000, 1 << 20])
 def test_a_distributed_checkpoint(tmp_path, monkeypatch, state, run_nbytes):
-    monkeypatch.setattr(dcp_values, "RUN_NBYTES", run_nbytes)
+    monkeypatch.setattr(dcp_processes, "RUN_NBYTES", run_nbytes)
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     folder = LocalFolder(tmp_path)
     index = dcp_files.read_index(folder, folder.names())

@@ -16,7 +16,7 @@ import dtckpt
 from checkpoint.saving import save_async_cases
 from dtckpt import CheckpointManager, Retention, errors
 from dtckpt.checkpoint.managing.leftovers import collect_leftovers
-from dtckpt.checkpoint.managing.root_lock import RootLock
+from dtckpt.checkpoint.managing.root import RootLock
 from dtckpt.storage.commit_by_rename import DirectoryTarget
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtckpt.checkpoint.resharding.windows import WINDOW_NBYTES, Units, Windows, share_out
+from dtckpt.checkpoint.resharding.reshard_plan import WINDOW_NBYTES, Units, Windows, share_out
 from dtckpt.checkpoint.saving.plan import NO_CLIENT, Holding, TensorSpec, plan_save
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.layout.region import Region

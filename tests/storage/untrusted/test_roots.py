@@ -16,7 +16,7 @@ from support.time_limit import time_limit
 
 import dtckpt
 from dtckpt import CheckpointManager, LocalTier
-from dtckpt.checkpoint.managing.root_lock import LOCK_NAME, RootLock
+from dtckpt.checkpoint.managing.root import LOCK_NAME, RootLock
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER
 from dtckpt.checkpoint.resharding.workers import MARK_NAME
 from dtckpt.checkpoint.tiers.host_folder import HostFolder, job_name

@@ -2,12 +2,11 @@
 
 ===================================  =======================================================================
 operators on elements                `pointwise` (copies too) `random` (dropout too) `foreach`
-products                             `linalg` `convolution` `attention`
-reductions                           `reductions` `softmax` `variance_norm`
+products                             `linalg` `convolution` (pooling too) `attention`
+reductions                           `reductions` `softmax`
 normalization and losses             `normalization` `batch_norm` `losses`
-views, and other arrangements        `view` `slicing` `concat_pad`
+views, and other arrangements        `view` `slicing` (``cat`` and padding too)
 indices, sorting                     `indexing` (embedding too) `sorting`
-images                               `pooling`
 memory                               `memory` (`as_strided` too)
 where PyTorch's decomposition fails  `before_autograd`
 ===================================  =======================================================================
@@ -17,7 +16,6 @@ from dtckpt.dtensor.operators.rules import (  # noqa: F401  (to fill the tables)
     attention,
     batch_norm,
     before_autograd,
-    concat_pad,
     convolution,
     foreach,
     indexing,
@@ -26,12 +24,10 @@ from dtckpt.dtensor.operators.rules import (  # noqa: F401  (to fill the tables)
     memory,
     normalization,
     pointwise,
-    pooling,
     random,
     reductions,
     slicing,
     softmax,
     sorting,
-    variance_norm,
     view,
 )

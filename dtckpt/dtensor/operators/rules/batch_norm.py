@@ -14,7 +14,7 @@ import torch
 from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, are_replicated, cast, reduce_pending
 from dtckpt.dtensor.operators.registry import composite
 from dtckpt.dtensor.operators.rules.normalization import dtype_of_statistics
-from dtckpt.dtensor.operators.rules.variance_norm import moments
+from dtckpt.dtensor.operators.rules.reductions import moments
 from dtckpt.dtensor.tensor import DTensor
 
 _aten = torch.ops.aten

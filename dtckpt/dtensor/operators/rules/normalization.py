@@ -16,7 +16,7 @@ from dtckpt.dtensor.operators.call import Call
 from dtckpt.dtensor.operators.composite_helpers import accumulation_dtype, cast, reduce_pending
 from dtckpt.dtensor.operators.registry import composite, rule
 from dtckpt.dtensor.operators.rule import Dims, Factors, Rule
-from dtckpt.dtensor.operators.rules.variance_norm import moments, split_dims
+from dtckpt.dtensor.operators.rules.reductions import moments, split_dims
 from dtckpt.dtensor.tensor import DTensor
 
 _aten = torch.ops.aten
