@@ -459,7 +459,7 @@ class _Matcher:
         # An empty dict takes the saved items, as in the state of a fresh optimizer.
         if scope.adds or (scope.fills and not items and isinstance(target, Mapping | SimpleNamespace)):
             taken = {*items, *saved_keys.values()}
-            # Every client asks for the keys of its own rank; a key that no client asks for is unexpected.
+            # Each client asks for the keys of its own rank. Keys without a client that asks for them are unexpected.
             taken |= set() if scope.drops else keys_of_other_ranks(items, nodes)
             plans |= {
                 key: self._take(child, (*path, str(key)), scope.below(key))

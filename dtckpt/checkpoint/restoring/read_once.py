@@ -13,7 +13,7 @@ Reading each byte once pays where storage is slower than the network between the
 
 Invariant: all clients of a mesh read the same tensors this way, in the same batches, because the redistribution of a
 batch is collective. Each client lists the tensors that it would share, and tells the others a digest of the list in the
-restore's first round. It shares the tensors of a mesh only if all clients of the mesh told the same digest.
+restore's first round. Clients share the tensors of a mesh only if all clients of the mesh told the same digest.
 """
 
 from __future__ import annotations
