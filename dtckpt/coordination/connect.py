@@ -268,7 +268,7 @@ def job_status() -> JobStatus:
 def shutdown_multi_client() -> None:
     """Leave the job, if this process is part of one. Idempotent; runs by itself when the process exits.
 
-    Destroys the default process group only if `initialize_multi_client` has made it.
+    The call destroys the default process group only if `initialize_multi_client` has made it.
     """
     if fork_guard.is_forked():
         return  # the parent process is the client

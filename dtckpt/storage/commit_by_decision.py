@@ -361,7 +361,7 @@ class ObjectStoreAttempt:
     def sweep(self) -> None:
         """As `CommitAttempt.sweep`."""
         try:
-            # It only looks: as long as there is no decision, the leader may still commit these files.
+            # A sweep only looks at the decision: as long as there is none, the leader may still commit these files.
             if self._register.decision(self.token) == GIVEN_UP:
                 self.folder.clear()
         except Exception as error:

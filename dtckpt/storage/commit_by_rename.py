@@ -428,7 +428,7 @@ class DirectoryAttempt:
     def validate(self, client: int) -> None:
         """As `CommitAttempt.validate`."""
         if not self._directory.path.is_dir():
-            # It was there when the attempt began: a newer attempt has removed it.
+            # The directory was there when the attempt began: a newer attempt has removed it.
             if self._directory.inode is not None:
                 raise taken_over_error(self._directory.target)
             raise StorageError(
