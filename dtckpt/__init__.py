@@ -140,8 +140,7 @@ _MODULES = {
     "comm.rendezvous": ("init_process_group",),
     "checkpoint.resharding.reshard": ("reshard",),
     "checkpoint.shards": ("Shards",),
-    "checkpoint.simulating.simulate": ("simulate",),
-    "checkpoint.simulating.simulation": ("Machine", "Simulation"),
+    "checkpoint.simulating.simulate": ("Machine", "Simulation", "simulate"),
 }
 _SUBMODULES = ("dtensor", "errors", "interop")
 _MODULE_OF = {name: f"dtckpt.{module}" for module, names in _MODULES.items() for name in names}

@@ -1,8 +1,8 @@
 """Errors: every class that dtckpt raises, in one tree, their transfer between clients, and the text of messages.
 
 The classes are grouped by the reaction that they ask of the caller. Each is also a subclass of the fitting builtin, so
-that ``except ValueError`` or ``except TimeoutError`` works without this module. A message has the form "what failed, on
-what; got X, expected Y; what to do". Facts for programs are attributes.
+that ``except ValueError`` or ``except TimeoutError`` works without this module. A message has the form "failure, on
+which object; got X, expected Y; remedy". Facts for programs are attributes.
 
 An error travels from one client to the others as ``(code, message)``; see `to_wire` and `from_wire`. The code is the
 name of the class, so all clients of a failed save raise the same class with the same text.

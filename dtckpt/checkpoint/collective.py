@@ -351,8 +351,8 @@ def meet_at_same_operation(
 ) -> Mapping[int, bytes]:
     """Meet until all clients are at the same operation; return the payloads, without the ordinals in front of them.
 
-    A client may be ahead of clients that were cut off. It meets again and again: each of its meetings fails one
-    operation that they are behind by, until they have caught up. Every other difference is an error for all.
+    A client may be ahead of clients that were cut off. This client meets again and again: each meeting fails one
+    operation that the others are behind by, until they have caught up. Every other difference is an error for all.
 
     Args:
         meet: Meets once; each client's payload begins with its `Ordinal`.

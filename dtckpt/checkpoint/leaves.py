@@ -42,7 +42,7 @@ class Stateful(Protocol):
 
 
 class FixedState:
-    """Base of objects whose state, as the state of a module, has what the object has and nothing else."""
+    """Base of objects whose state has a fixed set of parts, as the state of a module has."""
 
 
 class OpenState:

@@ -4,10 +4,10 @@ Members are clients. Several devices of one client serve each other by copies, w
 task of `dtckpt.redistribution.execute`.
 
 * `PairwiseCollectives`, for host memory, makes every operation of tagged messages (`dtckpt.comm.point_to_point`). Such
-  an operation is as fast as Gloo's own collectives or faster, except for a large all-reduce between hosts. It works for
-  every dtype and adds terms in the same order on all members. Clients that disagree about the next operation use
-  different tags, so neither receives the other's message; Gloo's collectives would, and would end the process if its
-  size were wrong.
+  an operation is as fast as Gloo's own collectives or faster, except for a large all-reduce between hosts. The class
+  works for every dtype and adds terms in the same order on all members. Clients that disagree about the next operation
+  use different tags, so neither receives the other's message; Gloo's collectives would, and would end the process if
+  its size were wrong.
 * `NativeCollectives`, for CUDA memory, calls ``torch.distributed``: NCCL has no tags, and its collectives know how the
   GPUs are wired.
 """

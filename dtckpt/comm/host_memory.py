@@ -1,7 +1,7 @@
 """Host memory for tensors: allocation in huge pages, page locking for copies to and from GPUs.
 
 The first write to new memory costs one page fault per page. With pages of 4 KiB the faults of a large tensor take
-longer than the copy that fills it, so large tensors ask for huge pages. That is advice (``man 2 madvise``,
+longer than the copy that fills it, so large tensors ask for huge pages. The request is advice (``man 2 madvise``,
 ``MADV_HUGEPAGE``): where the kernel does not follow it, the memory has ordinary pages.
 """
 

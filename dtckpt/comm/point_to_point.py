@@ -1,7 +1,8 @@
 """Point-to-point messages of CPU tensors between clients: same-host transport where it works, Gloo elsewhere.
 
-Before two clients exchange their first message they make a handshake through Gloo. It finds out whether both run on one
-host and may read each other's memory. If so, `dtckpt.comm.same_host` carries their messages, else Gloo does::
+Before two clients exchange their first message they make a handshake through Gloo. The handshake finds out whether both
+run on one host and may read each other's memory. If so, `dtckpt.comm.same_host` carries their messages, else Gloo
+does::
 
     client 0                        (all through Gloo)                        client 1
 

@@ -131,8 +131,8 @@ class Endpoint:
         self._unexpected: dict[int, deque[bytes]] = {}
         # Sends by number, until their ACK comes.
         self._sent: dict[int, Request] = {}
-        # Packets that wait until the socket has space. They are headers: a message that finds the socket full is
-        # offered instead, however small, so the backlog never holds a payload.
+        # Packets, headers alone, that wait until the socket has space. A message that finds the socket full is offered
+        # instead, however small, so the backlog never holds a payload.
         self._backlog: deque[bytes] = deque()
         self._disconnect_reason = ""
         """Why nothing can be sent any more."""

@@ -176,7 +176,7 @@ def local_tensor_of(tensor: Any) -> torch.Tensor:
 def resolve_lazy_bits() -> Any:
     """Return a context in which operators resolve the conjugate and the negative bit of plain tensors.
 
-    They do so everywhere but within ``__torch_dispatch__``.
+    Operators resolve these bits everywhere but within ``__torch_dispatch__``.
     """
     excluded = _bindings._dispatch_tls_local_exclude_set()
     for name in ("Conjugate", "Negative"):

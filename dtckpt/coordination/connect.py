@@ -177,7 +177,7 @@ def initialize_multi_client(
             Default: ``DTCKPT_COORDINATOR_FALLBACK``, else none: calls that need the coordinator fail.
 
     Raises:
-        ConfigError: It was called before, or the environment cannot be used.
+        ConfigError: The function was called before, or the environment cannot be used.
         ForkedProcessError: This process was forked from one that uses checkpoints.
         FencedError: Another process has this client's place.
         CoordinatorUnavailableError: The meeting point cannot be reached.
@@ -268,7 +268,7 @@ def job_status() -> JobStatus:
 def shutdown_multi_client() -> None:
     """Leave the job, if this process is part of one. Idempotent; runs by itself when the process exits.
 
-    It destroys the default process group only if `initialize_multi_client` has made it.
+    The call destroys the default process group only if `initialize_multi_client` has made it.
     """
     if fork_guard.is_forked():
         return  # the parent process is the client

@@ -1,7 +1,7 @@
 """Make the default process group of `torch.distributed` for `initialize_multi_client`, and end it again.
 
-If nothing in the environment names a store, client 0 opens one for this attempt alone. It tells the others the address
-in its vote at a barrier. So an attempt never finds keys of an earlier one.
+If nothing in the environment names a store, client 0 opens one for this attempt alone. Client 0 tells the others the
+address in its vote at a barrier. So an attempt never finds keys of an earlier one.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def _open_store(host: str, port: int, *, is_host: bool = False) -> TCPStore:
 def _own_host(config: Config, coordinator: str) -> str:
     """Return the name or address under which other machines find this one.
 
-    That is the host of the first address in ``DTENSOR_JOBS``, else the address from which this client reaches the
-    coordinator, else, where the coordinator is on this machine, the machine's name.
+    The first source that applies: the host of the first address in ``DTENSOR_JOBS``; the address from which this client
+    reaches the coordinator; where the coordinator is on this machine, the machine's name.
     """
     if config.jobs_text and (host := config.jobs[0].rpartition(":")[0]):
         return host.strip("[]")

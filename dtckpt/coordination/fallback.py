@@ -1,9 +1,10 @@
 """Fall back from a coordinator that is gone to the store of `torch.distributed`, all clients together.
 
 A client that cannot reach the coordinator must not go to the store alone, and no two clients may decide differently. So
-the decision to leave the coordinator is itself a key of the store. It is written at most once per attempt of the job,
-and never taken back. The first client that gives the coordinator up writes it. Every client looks for it at intervals,
-and when it gives up itself. A client that finds it leaves the coordinator for good, even if the coordinator answers::
+the decision to leave the coordinator is itself a key of the store. The first client that gives the coordinator up
+writes this key, at most once per attempt of the job. The decision is never taken back. Every client looks for it at
+intervals, and when it gives up itself. A client that finds it leaves the coordinator for good, even if the coordinator
+answers::
 
     client 0   barrier at the coordinator ... no answer for two timeouts: writes "fallback"   barrier at the store
     client 1   barrier at the coordinator ...... finds "fallback" at its next look            barrier at the store

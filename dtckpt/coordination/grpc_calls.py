@@ -173,7 +173,7 @@ class Caller:
         """Return all pages of the coordinator's answer about a job.
 
         Raises:
-            UnknownError: It does not know the job.
+            UnknownError: The coordinator does not know the job.
         """
         request, pages = pb.GetJobRequest(job=job), list[pb.GetJobResponse]()
         while not pages or request.page_token:

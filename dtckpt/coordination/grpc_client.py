@@ -411,7 +411,7 @@ class GrpcCoordination(Caller):
         try:
             return stub.Arrive(self._shorten(request, deadline), timeout=timeout_s)
         except grpc.RpcError as error:
-            # It may have arrived nevertheless, at a coordinator that is dead by now.
+            # The message may have arrived nevertheless, at a coordinator that is dead by now.
             request.is_again |= error.code() in REPEATED
             request.was_cut_off |= error.code() in REPEATED
             raise

@@ -55,7 +55,8 @@ class Ordinal:
         step: Step of the training run, from 0 on; None: the caller gave none.
         was_cut_off: Whether the client has gone on without the others, or they without it, since all were level.
         waited_gap: How far others were behind when this client waited for them in vain; 0: it did not.
-        is_unsure: Whether the client cannot say where it is. It then waits for others and is not told that it is late.
+        is_unsure: Whether the client cannot say where it is. Such a client waits for others and is not told that it is
+            late.
     """
 
     number: int

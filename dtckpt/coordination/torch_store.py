@@ -416,7 +416,8 @@ class TorchStoreCoordination:
         if store.has(*other.arrival_keys(self.member.client)) or not store.has(*other.arrival_keys(client)):
             return None
         failure = verdicts.wait_for_each_other(self._who(), round_.name, self._who(client), name)
-        # Both clients may find the deadlock at once. They decide the rounds in one order, so one of them decides both.
+        # Both clients may find the deadlock at once. Clients decide the rounds in one order, so one client decides
+        # both.
         for each in sorted((round_, other), key=lambda deadlocked: deadlocked.verdict_key):
             if self._rounds.decide(store, each, failure).message != failure.message:
                 return None

@@ -24,7 +24,7 @@ class StoreSilentError(Exception):
 
 
 class StoreConnection:
-    """One connection to the store, for one thread at a time. It notes for how long a call has had no answer."""
+    """One connection to the store, for one thread at a time; notes for how long a call has had no answer."""
 
     def __init__(self, root: Store, prefix: str, clock: Callable[[], float]) -> None:
         self._root = root

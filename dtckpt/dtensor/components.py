@@ -216,7 +216,8 @@ def _kind_of(tensor: Any) -> Any:
 def shared_failure(error: DtckptError, mesh: Mesh) -> DtckptError:
     """Return the error that all clients raise: the error of the first client that has any.
 
-    Collective: Over the mesh's clients. It takes the place of the exchange in `pack`, which this client cannot reach.
+    Collective: Over the mesh's clients. The exchange here takes the place of the exchange in `pack`, which this client
+    cannot reach.
     """
     if mesh.num_clients < 2 or not _can_agree(mesh):
         return error
@@ -239,7 +240,7 @@ def is_shared(mesh: Mesh) -> bool:
     """Whether the clients of the mesh must communicate.
 
     Raises:
-        CoordinationError: They must, and cannot.
+        CoordinationError: The clients must communicate, and cannot.
     """
     if mesh.num_clients < 2 or mesh.is_remote():
         return False
@@ -258,7 +259,7 @@ def strides_of(stride: Sequence[int], rank: int) -> tuple[int, ...]:
     """Return the strides that a caller gives for a tensor of so many dims.
 
     Raises:
-        LayoutTypeError: They are no sequence of integers.
+        LayoutTypeError: ``stride`` is no sequence of integers.
         ComponentError: There is not one for each dim.
     """
     strides = _integers("stride", stride)

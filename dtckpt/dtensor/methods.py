@@ -84,7 +84,7 @@ def _redistribute(
 ) -> DTensor:
     is_same_mesh = device_mesh is None or device_mesh is tensor._layout.mesh
     is_plain = is_same_mesh and forward_dtype is None and backward_dtype is None
-    # Most calls change nothing. They cost this comparison, a new wrapper, and a count.
+    # Most calls change nothing, and cost this comparison, a new wrapper, and a count.
     if is_plain and isinstance(placements, list | tuple) and tuple(placements) == tensor.placements:
         count_unchanged(tensor)
         return view_tracking.differentiable_alias(tensor)

@@ -1,7 +1,7 @@
 """Redistribute DTensors: bring them into other layouts. Differentiable.
 
-This is the part above `dtckpt.redistribution.execute`, which moves components and knows no DTensors: here are the
-checks of arguments, conversions of dtype, and gradients.
+`dtckpt.redistribution.execute` moves components and knows no DTensors. This module adds the checks of arguments,
+conversions of dtype, and gradients.
 
 Gradients follow the values: the gradient of a sharded tensor is sharded alike, the gradient of a replicated tensor is
 replicated. The gradient of a Partial tensor is replicated: each term adds to the tensor, so each has the tensor's whole
@@ -101,7 +101,7 @@ def _redistribute_values(request: _Request, tensors: Sequence[DTensor]) -> tuple
     running = redistribute_components(request.plans, sources, is_async=request.is_async)
     results = []
     for plan, layout, outputs, source in zip(request.plans, request.layouts, running.components, sources, strict=True):
-        # An output may be an old component. It is copied: a write to the result must not reach the source.
+        # An output that is an old component is copied: a write to the result must not reach the source.
         old = set(map(id, source.values()))
         ordered = [
             detached_clone(outputs[device]) if id(outputs[device]) in old else outputs[device]

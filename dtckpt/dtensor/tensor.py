@@ -23,7 +23,7 @@ EARLY_KEY_NAME = "DeferredInit"
 EARLY_KEY = torch_private.dispatch_key(EARLY_KEY_NAME)
 """A dispatch key that DTensors alone have, as PyTorch has no kernels for it: `dtckpt.dtensor.operators.registry`.
 
-It comes before autograd, and after PyTorch has noted the state that it restores for ``__torch_dispatch__``.
+The key comes before autograd, and after PyTorch has noted the state that it restores for ``__torch_dispatch__``.
 """
 KEYS = torch_private.DispatchKeySet(EARLY_KEY)
 
@@ -174,9 +174,9 @@ class DTensor(torch.Tensor):
     def grad(self) -> torch.Tensor | None:
         """The gradient, in the layout of the tensor; a Partial tensor has a replicated gradient.
 
-        A backward pass may leave a gradient with pending reductions, or in another layout. It is redistributed when it
-        is first read, and stored so. A gradient that is assigned in another layout shares its values with the stored
-        gradient.
+        A backward pass may leave a gradient with pending reductions, or in another layout. The first read redistributes
+        such a gradient, and stores the result. A gradient that is assigned in another layout shares its values with the
+        stored gradient.
 
         Collective: Over the mesh's clients, when it is read for the first time after a backward pass, and when one in
         another layout is assigned.
@@ -218,8 +218,8 @@ class DTensor(torch.Tensor):
         their next call.
 
         Args:
-            local_tensor: This client's component. It shares memory with the result, unless ``run_check`` replaces it.
-                A client outside the mesh passes one like the others'; the result has none there.
+            local_tensor: This client's component, which shares memory with the result, unless ``run_check`` replaces
+                it. A client outside the mesh passes one like the others'; the result has none there.
             device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
             placements: One per mesh axis; None means replicated.
             run_check: Compare shapes, dtypes and ``requires_grad`` on all clients, then give every copy the values of
@@ -291,9 +291,9 @@ class DTensor(torch.Tensor):
     ) -> DTensor:
         """Return the tensor with other placements, on its mesh or on another. Differentiable, twice too.
 
-        The result is a new tensor. It shares memory with this one if nothing moves and the dtype stays.
+        The result is a new tensor, which shares memory with this tensor if nothing moves and the dtype stays.
 
-        Collective: Over the clients of both meshes. They send nothing if nothing changes or every client holds the
+        Collective: Over the clients of both meshes. Clients send nothing if nothing changes or every client holds the
         whole tensor, and all make the call all the same.
 
         Args:
@@ -448,7 +448,7 @@ def check_layout(tensor: object, layout: Layout) -> None:
     """Check that a DTensor has a layout.
 
     Raises:
-        LayoutError: It has another one, or the argument is a plain tensor.
+        LayoutError: The tensor has another layout, or the argument is a plain tensor.
         LayoutTypeError: The argument is no tensor.
     """
     actual = fetch_layout(tensor)
@@ -485,7 +485,7 @@ def wrap_components(
         components: One tensor per local device.
         described: The spec.
         device: Device type of a DTensor without components.
-        offset: Storage offset of the global tensor. It is no part of the spec: plans do not depend on it.
+        offset: Storage offset of the global tensor. The offset is no part of the spec: plans do not depend on it.
     """
     tensor: DTensor = torch_private.make_wrapper(
         DTensor,

@@ -60,8 +60,8 @@ def _function_of(method: Callable[..., Any]) -> Callable[..., Any]:
 def traced(function: _F) -> _F:
     """Exempt a function from `keep_from_tracing`.
 
-    It stands in for a function of PyTorch's, which is compiled for plain tensors. For DTensors it calls functions that
-    are not traced.
+    Such a function stands in for a function of PyTorch's, which is compiled for plain tensors. For DTensors it calls
+    functions that are not traced.
     """
     setattr(function, _IS_TRACED, True)
     return function

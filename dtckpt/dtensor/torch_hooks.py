@@ -1,7 +1,8 @@
 """Hooks into PyTorch: replace the few of its functions that accept only its own DTensors and meshes.
 
 `install` replaces them. Each replacement accepts DTensors or meshes of this library too, and calls PyTorch's function
-for everything else. It also adds `DTensor` to PyTorch's lists of the tensor types that optimizers update together.
+for everything else. `install` also adds `DTensor` to PyTorch's lists of the tensor types that optimizers update
+together.
 
 `follow_torch_logs` has the log ``dtckpt.dtensor`` follow the setting ``TORCH_LOGS="dtensor"``, or
 `torch._logging.set_logs`. ``+dtensor`` (debug) shows which way each operator runs, the layouts chosen for it, and each

@@ -1,6 +1,7 @@
 """Conversion between `DTensor` and PyTorch's own DTensor; see also `dtckpt.layout.placement.placement_of`.
 
-It imports that package only to make a PyTorch DTensor: a value can be one only if the program has imported it already.
+This module imports PyTorch's package only to make a PyTorch DTensor: the program has imported the package already if a
+value is a PyTorch DTensor.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def layout_and_local(value: Any, kept: KeptLayouts | None = None) -> tuple[Layou
     Args:
         value: The tensor.
         kept: Layouts of tensors that were converted before, and will be of this one: a model has thousands that lie
-            alike. It must not outlive the objects on which a layout depends, as the default process group.
+            alike. The mapping must not outlive the objects on which a layout depends, such as the default process
+            group.
 
     Raises:
         LayoutError: Its placements have no counterpart here, or its local part is a `DTensor` itself.

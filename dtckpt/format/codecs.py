@@ -54,7 +54,7 @@ def validate_encoded(codec: str, data: bytes, nbytes: int) -> None:
     README_CHUNK_FORMAT).
 
     Raises:
-        ValueError: It states another size, or its own length cannot be right.
+        ValueError: The header states another size, or a length that cannot be right.
     """
     least, most = chunk_bounds(codec, nbytes)
     stated = nbytes, len(data)

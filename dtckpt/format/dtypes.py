@@ -165,8 +165,8 @@ def bits_of(elements: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def common_dtype(first: np.dtype[Any], second: np.dtype[Any]) -> np.dtype[Any]:
     """Return a dtype that holds the numbers of two dtypes of `numbers_of` exactly.
 
-    It is the dtype itself, if both are the same; else an integer type, if there is one that holds both; else a float
-    of at least 64 bits, or a complex number of such.
+    If both are the same, the result is that dtype; else an integer type, if any holds both; else a float of at least 64
+    bits, or a complex number of such floats.
     """
     if first == second:
         return first

@@ -1,7 +1,7 @@
 """`validate_hashes`: bound the time that a dict or a set of untrusted keys takes to fill; pure.
 
 Python hashes texts with a secret, but a number's hash is the number, modulo 2**61 - 1. Who chooses the numbers chooses
-the slots of the table, and can have each key pass by all keys before it: n keys then take n * n steps. They need not
+the slots of the table, and can have each key pass by all keys before it: n keys then take n * n steps. Keys need not
 even have equal hashes; it is enough that their slots follow one another.
 
 So the table is filled once on trial, as CPython does it but for all keys at a time, and the steps are counted.
@@ -28,7 +28,7 @@ def validate_hashes(keys: Collection[Hashable]) -> None:
     """Check that a dict and a set of these keys are quick to fill, in this order.
 
     Raises:
-        CheckpointCorruptError: They are not.
+        CheckpointCorruptError: The keys would take too long to fill a dict.
     """
     if len(keys) <= FEW:
         return

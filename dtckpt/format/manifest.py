@@ -265,7 +265,7 @@ class Manifest:
 
         Raises:
             CheckpointVersionError: A newer version of dtckpt wrote it.
-            CheckpointCorruptError: These are not the bytes that were written, or they contradict themselves.
+            CheckpointCorruptError: The bytes are not the bytes that were written, or contradict themselves.
         """
         try:
             envelope = checkpoint_pb2.ManifestFile.FromString(data)
@@ -407,7 +407,7 @@ def _entry(
 
     Raises:
         ValueError: The message contradicts itself.
-        IndexError: It names a mesh that the manifest does not have.
+        IndexError: The message names a mesh that the manifest does not have.
     """
     name, path = message.name, message.path
     # A forged path could lead a reader to another tensor's chunks.

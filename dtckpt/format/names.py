@@ -30,7 +30,7 @@ _LOCK_SUFFIX = ".__lock"
 _SPECIAL = rf"__|(?:{_OWN}|\.\.?|[^/]*{re.escape(_LOCK_SUFFIX)})(?:/|\Z)"
 _COMMON_SEGMENT = rf"(?!{_SPECIAL})[A-Za-z0-9_.-]{{1,{MAX_SEGMENT_BYTES}}}"
 _COMMON = re.compile(f"{_COMMON_SEGMENT}(?:/{_COMMON_SEGMENT})*")
-"""Matches only names that are valid and stored as they are: most of them, not all. It spares the full check."""
+"""Matches only names that are valid and stored as they are: most of them, not all. A match spares the full check."""
 _SEGMENTS_OF_KEYS = {"": "%", ".": "%2E", "..": "%2E%2E"}
 DCP_METADATA_NAME = ".metadata"
 """The file by which PyTorch finds a distributed checkpoint. The plug-in for PyTorch also writes this file beside

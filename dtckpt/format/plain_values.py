@@ -10,8 +10,8 @@ numpy's scalars, ``{"PosixPath": text}`` and so on for the classes of paths, ``{
 ``{"enum": [class, member]}``, and ``{"set": [node, …]}`` and
 ``{"frozenset": [node, …]}``, in the order of the nodes' JSON, so that all clients have the same JSON to compare.
 
-A checkpoint runs no code, so it cannot hold an enum's class. It holds the names of class and member. A restore looks
-the member up by name, in the class of the member that the target holds. Without a target the restore returns an
+A checkpoint runs no code, so it cannot hold an enum's class, only the names of class and member. A restore looks the
+member up by name, in the class of the member that the target holds. Without a target the restore returns an
 `EnumMember`, which has the two names.
 """
 

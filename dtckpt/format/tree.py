@@ -196,7 +196,7 @@ def load(data: bytes) -> Node:
 
     Raises:
         CheckpointCorruptError: `dump` writes no such structure.
-        CheckpointVersionError: It names a kind of node or of container that this version does not know.
+        CheckpointVersionError: The structure names a kind of node or of container that this version does not know.
     """
     try:
         node: Node = json.loads(data)

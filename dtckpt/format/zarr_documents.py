@@ -1,7 +1,7 @@
 """The Zarr v3 hierarchy of a checkpoint's arrays: the ``zarr.json`` documents, and the keys with their values; pure.
 
-dtckpt reads by its manifest alone; the documents are for other readers. They follow from the facts of the manifest, so
-every holder of a manifest can write them::
+dtckpt reads by its manifest alone; the documents are for other readers. The documents follow from the facts of the
+manifest, so every holder of a manifest can write them::
 
     zarr.json          group above everything        a document
     a/zarr.json        group                         a document

@@ -7,7 +7,8 @@ each, the first k N of the permutation are gone, whatever N is. So M clients go 
     4 clients     0 1 2 3                        client 0 has taken a c, goes on with e g i k
     2 clients     0 1 0 1 0 1 0 1 0 1 0 1        client 1 has taken b d, goes on with f h j l
 
-The functions take states of torchdata 0.11, with and without workers. They are pure, and do not import torchdata.
+The functions take states of torchdata 0.11, with and without workers. All of them are pure, and do not import
+torchdata.
 """
 
 from __future__ import annotations

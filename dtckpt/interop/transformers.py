@@ -32,12 +32,12 @@ PARTIAL = RestoreOptions(allow_unexpected=True)
 class DtckptTrainer(Trainer):  # type: ignore[misc]
     """A ``Trainer`` whose checkpoints are resumed from by any number of processes.
 
-    It saves ``checkpoint-<step>/dtckpt`` instead of ``optimizer.pt``, ``scheduler.pt`` and ``rng_state*.pth``; with
-    FSDP2 the sharded model is in it, too. All else of a checkpoint is ``Trainer``'s: the weights, which
+    The trainer saves ``checkpoint-<step>/dtckpt`` instead of ``optimizer.pt``, ``scheduler.pt`` and ``rng_state*.pth``;
+    with FSDP2 the sharded model is in it, too. All else of a checkpoint is ``Trainer``'s: the weights, which
     ``from_pretrained`` loads, and ``trainer_state.json``. Checkpoints that ``Trainer`` itself saved are resumed from,
     too. DeepSpeed, FSDP1 and SageMaker keep their own files.
 
-    It combines with other subclasses: ``class MyTrainer(DtckptTrainer, SFTTrainer)``.
+    The class combines with other subclasses: ``class MyTrainer(DtckptTrainer, SFTTrainer)``.
 
     Attributes:
         save_options: How checkpoints are written; ``overwrite`` is always on.

@@ -1,8 +1,8 @@
 """zarr-python's data types for bfloat16 and the float8 types; importing this module registers them.
 
 The package has them as entry points, too (group ``zarr.data_type``), each by its name. zarr-python 3.1 and 3.2 collect
-these entry points, but never load them; so there a program imports this module, or `dtckpt.interop.zarr_store`. It
-needs neither torch nor TensorStore.
+these entry points, but never load them; so there a program imports this module, or `dtckpt.interop.zarr_store`. This
+module needs neither torch nor TensorStore.
 
 The names, the JSON of fill values and the bytes of elements follow TensorStore and the Zarr extensions. Zarr version 2
 has no such types; TensorStore writes them there under the same names, and these classes read that, too.
@@ -46,7 +46,7 @@ class ExtensionFloat(ZDType[Any, Any], HasItemSize):
         """Return the data type of a numpy dtype.
 
         Raises:
-            DataTypeValidationError: It is another dtype.
+            DataTypeValidationError: The argument is another dtype.
         """
         if not cls._check_native_dtype(dtype):
             raise DataTypeValidationError(f"numpy dtype does not fit; got {dtype}, expected {cls._zarr_v3_name}")

@@ -36,7 +36,7 @@ PLAIN_CHUNK_NBYTES = 16 << 20
 def zarr_store(path: str | Location) -> CheckpointStore:
     """Open a checkpoint as a store: ``zarr.open_group(dtckpt.zarr_store(path), mode="r")``.
 
-    It also has zarr-python know bfloat16 and the float8 types.
+    The call also registers bfloat16 and the float8 types with zarr-python.
 
     Blocks: On storage.
 
@@ -52,7 +52,8 @@ def zarr_store(path: str | Location) -> CheckpointStore:
 class CheckpointStore(Store):
     """A checkpoint as a read-only Zarr store; see `zarr_store`.
 
-    It is that very checkpoint, also after pickling: if a save replaces it, reads are refused.
+    The store stays with this very checkpoint, also after pickling: if a save replaces the checkpoint, reads are
+    refused.
 
     Args:
         path: Path or URL of the checkpoint.
@@ -232,7 +233,7 @@ def _slice_of(byte_range: ByteRequest | None) -> slice:
     """Return the part of a value that a request asks for.
 
     Raises:
-        ValueError: It is no request.
+        ValueError: The argument is no request.
     """
     match byte_range:
         case None:

@@ -45,7 +45,7 @@ def jobs() -> list[str]:
 def job_name() -> str:
     """Return the name of the job.
 
-    That is ``DTENSOR_JOB_NAME``, else ``localhost`` for a single client, else ``DTCKPT_JOB``, else ``worker``.
+    The name is ``DTENSOR_JOB_NAME``, else ``localhost`` for a single client, else ``DTCKPT_JOB``, else ``worker``.
     """
     return Config.from_environ().job_name
 
@@ -110,8 +110,8 @@ def virtual_devices(**counts: int) -> Iterator[None]:
 def num_local_devices(device_type: str) -> int:
     """Return the number of this client's devices of a kind.
 
-    That is the number that `configure_virtual_devices` has set, else one CPU, the client's share of the GPUs, no TPU.
-    An unknown kind has no devices, as in TensorFlow.
+    `configure_virtual_devices` sets the number; default: one CPU, the client's share of the GPUs, no TPU. An unknown
+    kind has no devices, as in TensorFlow.
     """
     if isinstance(device_type, str) and device_type.upper() not in DEVICE_KINDS:
         return 0

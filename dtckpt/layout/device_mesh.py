@@ -95,7 +95,7 @@ class DeviceMesh(Mesh, metaclass=_DeviceMeshType):
 
     Args:
         device_type: ``cpu`` or ``cuda``.
-        mesh: Ranks, as nested sequences, an array or a tensor of the mesh's shape. They need not be all ranks.
+        mesh: Ranks, not necessarily all, as nested sequences, an array or a tensor of the mesh's shape.
         mesh_dim_names: Name of every axis; default: ``dim_0``, ``dim_1`` and so on.
         backend_override: Backends of the process groups along some axes.
 
@@ -366,7 +366,8 @@ def _require_device_mesh(value: object) -> None:
 def device_mesh_of(mesh: Mesh) -> Any:
     """Return the PyTorch ``DeviceMesh`` of a mesh, with the same process groups; every client owns one device.
 
-    It is the mesh that `adopt` converted, if it was one, or else a new one, which is kept for the next call.
+    If `adopt` converted the mesh, the result is the ``DeviceMesh`` that it was; else a new one, which is kept for the
+    next call.
 
     Collective: As `Mesh.get_all_groups`. A client without a device in the mesh does not communicate, and gets a mesh
     without groups.

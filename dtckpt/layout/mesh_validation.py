@@ -380,8 +380,9 @@ class DeviceOffsets:
 
 # --- callers ---------------------------------------------------------------------------------------------------------
 
-# FSDP, PyTorch's DTensors and tensor parallelism need a mesh of PyTorch's own class. They accept any mesh at first, and
-# fail later, in the middle of a step. So a mesh checks its caller when it is asked for something that they need.
+# FSDP, PyTorch's DTensors and tensor parallelism need a mesh of PyTorch's own class. These packages accept any mesh at
+# first, and fail later, in the middle of a step. So a mesh checks its caller when it is asked for something that they
+# need.
 _PARTS = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed._composable")
 
 

@@ -1,7 +1,7 @@
 """Text and proto forms of meshes and layouts, as TensorFlow writes them.
 
-The functions convert between text or proto and plain records. They do not validate records; `Mesh` and `Layout` do.
-Texts and bytes equal TensorFlow's for everything that TensorFlow can express. There are two extensions: a dim
+The functions convert between text or proto and plain records. `Mesh` and `Layout` validate records, these functions do
+not. Texts and bytes equal TensorFlow's for everything that TensorFlow can express. There are two extensions: a dim
 split by several axes is written ``x+y``, and pending reductions are written ``partial:y=sum,`` between the specs and
 the mesh.
 

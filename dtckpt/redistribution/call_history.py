@@ -7,7 +7,7 @@ may call them alone. Tags of messages contain the number, so messages of differe
 
 **Rule.** After a disagreement the clients go on if each of them raises in the call of that number, or failed before
 it: their next calls have the same number. Else no client can know which calls correspond. So from then on, every call
-among two or more of these clients raises. That is the case if
+among two or more of these clients raises. Calls cannot correspond if
 
 * a client had returned from the call before it heard of the disagreement, as it needed nothing from the others;
 * a client did not come to the call (`dtckpt.redistribution.watcher`);
@@ -95,8 +95,8 @@ class GroupHistory:
     def assumed(self) -> int:
         """Digest of this client's assumptions about earlier calls of the others; part of the tags of all messages.
 
-        These are the changes of layout that needed no messages, and the number of calls among larger groups to which
-        all clients of this group belong. Each thread counts these calls by itself, as threads go on at different
+        Assumptions are the changes of layout that needed no messages, and the number of calls among larger groups to
+        which all clients of this group belong. Each thread counts these calls by itself, as threads go on at different
         speeds.
         """
         position = sum(history.num_in_thread for history in self.larger)

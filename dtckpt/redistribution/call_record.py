@@ -64,8 +64,11 @@ class Participation(NamedTuple):
 
 
 Planner = Callable[[Callable[[int], Sequence[LayoutChange]], int, int], Participation]
-"""Returns a participation. Takes the changes that are asked for, as a function of the client that looks at them, the
-number of the call among its clients, and the digest of the agreements and assumptions of the clients that ask."""
+"""Returns a participation.
+
+Takes the changes that are asked for, as a function of the client that looks at them; the number of the call among its
+clients; and a digest of the agreements and assumptions of the clients that ask.
+"""
 
 # By default process group. A clone has a separate connection, so a program's own wait for a key does not block it.
 _stores: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -93,7 +96,8 @@ class CallRecord:
     No client may take zeros for a result. Two rules see to that:
 
     1. A client writes its own request or error, and registers, before it joins the request of another.
-    2. It joins a request only when all clients that wait for it there have registered (`Participation.prerequisites`).
+    2. A client joins a request only when all clients that wait for it there have registered
+    (`Participation.prerequisites`).
        A client that has registered reads the record again when its call is complete. So it finds the other request,
        and raises instead of returning.
 
@@ -186,7 +190,7 @@ class CallRecord:
     def _set_alarm(self) -> None:
         text = json.dumps([self._group, self._count])
         number = self._store.add(f"{_PREFIX}/alarms", 0)
-        # The count may be behind, and two clients may set one alarm. It is never ahead, so there is no gap.
+        # The count may be behind, and two clients may set one alarm. No count is ahead, so there is no gap.
         while self._store.compare_set(f"{_PREFIX}/alarm/{number}", "", text).decode() != text:
             number += 1
         self._store.add(f"{_PREFIX}/alarms", 1)

@@ -148,7 +148,8 @@ class RedistributionCall:
         if not self._is_over:
             self.poll(now)
             return False
-        # Held while `validate` decides whether the call returns. It settles the record then, so nothing is to be done.
+        # Held while `validate` decides whether the call returns. That thread settles the record, so nothing is to be
+        # done.
         if not self._polling.acquire(blocking=False):
             return False
         try:
@@ -251,7 +252,7 @@ def count_local_call(asked: Sequence[Asked], plan: Planner, *, is_assumed: bool 
         group = first.clients
     else:
         group = _group(tuple({mesh: None for source, target, *_ in asked for mesh in (source.mesh, target.mesh)}))
-    # Most calls are of a group that is known. They cost a look into a table and a count.
+    # Most calls are of a group that is known, and cost a look into a table and a count.
     history = known_history(group)
     if history is None:
         if not _is_watched(group):

@@ -1,6 +1,6 @@
 """Exchange boxes between clients: one step of a redistribution, for one tensor or for several together.
 
-An exchange brings tensors from a source layout to a target layout. It is compiled once: the plans of
+An exchange brings tensors from a source layout to a target layout. Compilation happens once: the plans of
 `dtckpt.redistribution.exchange_plan` become the messages, copies and reductions of this client. Then it runs as often
 as it is needed. For a tensor that goes from rows to columns on two clients:
 

@@ -158,7 +158,7 @@ def group_boxes(sizes: Sequence[int]) -> Iterator[list[int]]:
     numbers: list[int] = []
     nbytes = 0
     for number, size in enumerate(sizes):
-        # It does not end the group: small boxes on both sides of a large one still share a message.
+        # A large box does not end the group: small boxes on both sides of it still share a message.
         if size >= LARGE_NBYTES:
             yield [number]
             continue

@@ -104,7 +104,7 @@ class NativeExchange:
     def start(
         self, tensors: Sequence[Components], tag: int = 0, outputs: Sequence[OutputBuffers] | None = None
     ) -> NativeTransfer:
-        """Start the collective. It writes to a new buffer, and needs no tag.
+        """Start the collective. The collective writes to a new buffer, and needs no tag.
 
         Collective: Over the clients along the axes.
         """

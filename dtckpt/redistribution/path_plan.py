@@ -11,7 +11,7 @@ Any two layouts are one exchange apart. Layouts are put in between
 
 - where a device would receive from very many others: the normal form of "Memory-efficient array redistribution through
   portable collective communication" (arXiv:2112.01075). This path has local slices, an exchange of pieces of one size,
-  then gathers along one axis each. It takes as many messages as the sum of the axes' sizes, not their product.
+  then gathers along one axis each. The number of messages is the sum of the axes' sizes, not their product.
 
 The plan takes the path by which a device receives the fewest bytes; of equal paths, the path that takes the least time.
 No layout in between has a larger piece than the source or the target. The path follows from layouts and shape alone, so

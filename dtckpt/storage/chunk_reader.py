@@ -251,7 +251,7 @@ class ChunkReader:
 
         Raises:
             MalformedError: The chunk is missing, or longer than it can be.
-            ValueError: It does not decode to the chunk's bytes.
+            ValueError: The stored value does not decode to the chunk's bytes.
         """
         nbytes = chunk_nbytes(array)
         try:

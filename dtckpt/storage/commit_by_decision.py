@@ -366,7 +366,7 @@ class ObjectStoreAttempt(CommitAttempt):
     @override
     def sweep(self) -> None:
         try:
-            # It only looks: as long as there is no decision, the leader may still commit these files.
+            # A sweep only looks at the decision: as long as there is none, the leader may still commit these files.
             if self._register.decision(self.token) == GIVEN_UP:
                 self.folder.clear()
         except Exception as error:

@@ -432,7 +432,7 @@ class DirectoryAttempt(CommitAttempt):
     @override
     def validate(self, client: int) -> None:
         if not self._directory.path.is_dir():
-            # It was there when the attempt began: a newer attempt has removed it.
+            # The directory was there when the attempt began: a newer attempt has removed it.
             if self._directory.inode is not None:
                 raise taken_over_error(self._directory.target)
             raise StorageError(

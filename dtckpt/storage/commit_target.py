@@ -40,7 +40,7 @@ class CommitAttempt(Protocol):
         Args:
             overwrite: Whether to replace a checkpoint.
             is_durable: Whether to fsync.
-            markers: Files, by name, by which other programs find a checkpoint. They appear at the target right after
+            markers: Files, by name, by which other programs find a checkpoint. Markers appear at the target right after
                 the commit, so that they lead only to a committed checkpoint.
 
         Raises:

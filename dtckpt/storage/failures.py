@@ -46,7 +46,7 @@ class translate_errors:  # noqa: N801  (a context manager is used as a function 
         action: The action, for the message: "cannot <action> at <where>: ...". May have fields for ``facts``, as in
             "write chunk {} of tensor {!r}".
         where: The path or URL.
-        facts: The values of the fields. They are formatted only when there is an error.
+        facts: The values of the fields. Facts are formatted only when there is an error.
         is_read: Whether the action reads stored data, so that missing or malformed bytes mean damage.
 
     Raises:

@@ -1,7 +1,7 @@
 """The local back end: `LocalFolder`, files in a directory; and the only code that changes files below a directory.
 
-A user with write access to a directory can prepare it: put a link in the place of a file or a folder that this library
-writes there, or a fifo in the place of a lock. No such entry leads out of the directory:
+A user with write access to a directory can put a link in the place of a file or a folder that this library writes
+there, or a fifo in the place of a lock. No such entry leads out of the directory:
 
 * a directory is opened name by name, and its entries are named relative to the open directory (openat(2)). A link in
   the place of a folder is an error;
@@ -142,7 +142,7 @@ class LocalFolder(Folder):
             mode: Its permissions, less the umask.
 
         Raises:
-            FileExistsError: It is there, or something else is, and ``exist_ok`` is false.
+            FileExistsError: The directory is there, or something else has its name, and ``exist_ok`` is false.
             NotADirectoryError: A link has its name, or something else.
         """
         try:
@@ -161,7 +161,7 @@ class LocalFolder(Folder):
         """Make a directory, if it is not there, that other users can neither read nor write.
 
         Raises:
-            PermissionError: It is there, and others may write to it, or another user made it.
+            PermissionError: The directory is there, and others may write to it, or another user made it.
             NotADirectoryError: As `make`.
         """
         self.make(mode=0o700)
@@ -225,8 +225,8 @@ class LocalFolder(Folder):
             to_write: Whether to make the file if it is not there, and to write to it.
 
         Raises:
-            FileNotFoundError: It is not there.
-            OSError: It is a link, no regular file, or a file that has other names, maybe elsewhere.
+            FileNotFoundError: The file is not there.
+            OSError: The name leads to a link, no regular file, or a file that has other names, maybe elsewhere.
         """
         with self._opened() as folder:
             try:

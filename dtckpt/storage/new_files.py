@@ -90,7 +90,7 @@ def validate_free_space(folder: Path, nbytes: int) -> None:
     """Check that so many bytes fit into a directory, before the first of them is written.
 
     Raises:
-        StorageFullError: They do not.
+        StorageFullError: The bytes do not fit.
     """
     with translate_errors("look at the target", folder.parent):
         free = shutil.disk_usage(folder).free

@@ -4,9 +4,9 @@
 
     manifest.ocdbt -> newest version -> root node -> inner nodes -> leaf: {key: value or file range}
 
-TensorStore decodes the nodes, but this module reads the files, because a database is untrusted input. It may name any
-path, and an open of a fifo or a device may hang or do harm. It may make a node its own child. Its nodes may decompress
-to more bytes than there is memory.
+TensorStore decodes the nodes, but this module reads the files, because a database is untrusted input. A database may
+name any path, and an open of a fifo or a device may hang or do harm. A node may be its own child. Its nodes may
+decompress to more bytes than there is memory.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _validate_size(data: bytes) -> None:
     """Refuse a node, or the database's first file, that would decode to more than `MAX_NODE_NBYTES`.
 
     Raises:
-        MalformedError: It would, or it has no header.
+        MalformedError: The value would decode to more, or has no header.
     """
     if len(data) < _HEADER_NBYTES + _TRAILER_NBYTES or data[_VERSION] or data[_COMPRESSION] > _ZSTD:
         raise MalformedError("the database is damaged: a node has no header, or is cut short")

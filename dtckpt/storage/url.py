@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """The URL of a checkpoint that is on no file system of this host. It has the attributes of a `Path` used here.
+    """The URL of a checkpoint that is on no file system of this host. A `Url` has the attributes of a `Path` used here.
 
     Args:
         scheme: The part before ``://``.
-        text: The part after ``://``, without a slash at the end. It is taken literally, percent signs too.
+        text: The part after ``://``, without a slash at the end. The text is taken literally, percent signs too.
     """
 
     scheme: str

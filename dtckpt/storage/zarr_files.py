@@ -55,7 +55,7 @@ def validate_kind(kind: str, root: Folder, codecs: Iterable[str] = ()) -> None:
 
 
 class ChunkFileWriter:
-    """One client's writes of one save, without TensorStore. It has the same methods as `TensorStoreWriter`."""
+    """One client's writes of one save, without TensorStore. The methods are the same as in `TensorStoreWriter`."""
 
     def __init__(self, kind: str, root: Folder, *, max_pending_nbytes: int | None = None) -> None:
         validate_kind(kind, root)

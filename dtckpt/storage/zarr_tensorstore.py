@@ -136,8 +136,8 @@ class TensorStoreWriter:
         client: The client that writes.
         is_durable: Whether the data survives a power loss once `commit` has returned.
         is_cached: Whether a database may stay in this machine's memory, because it is read soon.
-        max_pending_nbytes: Bytes that may wait in memory to be written. They are written out in batches of half as
-            many, in a thread; `write` waits when both batches are full.
+        max_pending_nbytes: Bytes that may wait in memory to be written. A thread writes them out in batches of half as
+            many bytes; `write` waits when both batches are full.
     """
 
     def __init__(

@@ -149,7 +149,7 @@ class Arrive:
         """Check the arrival and return the participants, sorted: a range if they are all tasks of the job.
 
         Raises:
-            ConfigError: It makes no sense in a job of this many clients.
+            ConfigError: The arrival makes no sense in a job of this many clients.
             BarrierConflictError: The task is no participant.
         """
         for what, size, limit in (

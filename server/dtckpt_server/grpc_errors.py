@@ -23,7 +23,7 @@ from dtckpt_server.tokens import UnauthenticatedError
 DOMAIN = "dtckpt"
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_TEXT_BYTES = 2800
-"""Longest text, as sent. It travels twice, once in base64; metadata beyond 8 KB is lost."""
+"""Longest text, as sent. A text travels twice, once in base64; metadata beyond 8 KB is lost."""
 RETRY_DELAY = Duration(seconds=1)
 
 _Codes = grpc.StatusCode

@@ -99,7 +99,7 @@ class Memory:
         """Add a job.
 
         Raises:
-            LimitError: It does not fit.
+            LimitError: The job does not fit.
         """
         self._num_jobs.check(job.owner, 1, f"job {job.name!r}")
         self.make_room(job, JOB_NBYTES + TASK_NBYTES)
@@ -121,7 +121,7 @@ class Memory:
         """Add an open barrier.
 
         Raises:
-            LimitError: It does not fit.
+            LimitError: The barrier does not fit.
         """
         what = f"barrier {barrier.name!r} of job {job.name!r}"
         self._num_open.check(job.owner, 1, what)

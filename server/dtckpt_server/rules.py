@@ -9,10 +9,9 @@ The same events give the same effects, so tests run the rules by the million, an
 
 Invariants; ``tests/server/coordinator_simulation.py`` checks the first three after every event:
 
-* A barrier (a round of a name) is decided once. It is open while ``decided_at`` is None, and then in ``job.open``.
-* A round of an operation takes place once.
-* A call gets the round that it has joined, however often it is repeated.
-* Memory is bounded: everything that is kept is counted in `Memory` before it is kept.
+* A barrier (a round of a name) is decided once. A barrier is open while ``decided_at`` is None, and then in
+``job.open``. * A round of an operation takes place once. * A call gets the round that it has joined, however often it
+is repeated. * Memory is bounded: everything that is kept is counted in `Memory` before it is kept.
 
 A restarted coordinator starts empty and needs no special rule. The coordinator learns of a task when the task
 registers, and grants it a full heartbeat timeout from then on.
@@ -386,7 +385,7 @@ class Rules:
     def _end_late(self, barrier: Barrier, now: float) -> None:
         """Fail a round at which, for the grace period, only tasks have arrived that may be late for a missed round.
 
-        They get the failure of the missed round.
+        These tasks get the failure of the missed round.
         """
         missed = barrier.missed
         assert missed is not None and missed.failure is not None and missed.decided_at is not None  # noqa: S101, PT018  (for mypy)
@@ -431,8 +430,8 @@ class Rules:
         """Fail an operation's round, as ``task`` is not in the operation."""
         failure = failures.is_elsewhere(barrier.name, task_name(job.name, task.number))
         self._decide(barrier, failure, now)
-        # If an earlier life of the coordinator began the operation, some calls may never have heard of it. They have
-        # come again to its first round, where no other call will join them; so they fail with it.
+        # If an earlier life of the coordinator began the operation, some calls may never have heard of it. Such calls
+        # have come again to its first round, where no other call will join them; so they fail with it.
         if barrier.operation not in self._barriers:
             job.broken_operations[barrier.key[2]] = barrier
             inside = [each.number for each in job.tasks.values() if each.report.operation == barrier.operation]

@@ -120,7 +120,7 @@ def read_tokens(path: Path) -> Tokens:
     """Read a file of tokens.
 
     Raises:
-        ConfigError: It cannot be read, or is no list of tokens.
+        ConfigError: The file cannot be read, or is no list of tokens.
     """
     try:
         return Tokens.parse(path.read_text())

@@ -73,7 +73,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
 
     Raises:
         CheckpointCorruptError: The metadata is damaged.
-        CheckpointVersionError: It is of a class that this version does not know.
+        CheckpointVersionError: The metadata is of a class that this version does not know.
     """
     if DCP_METADATA_NAME in names:
         metadata = _read_metadata(folder, DCP_METADATA_NAME)

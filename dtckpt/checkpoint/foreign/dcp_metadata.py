@@ -1,7 +1,7 @@
 """The ``.metadata`` file of PyTorch's distributed checkpoints: which tensors there are, and where their chunks are.
 
-It is a pickle of dataclasses of ``torch.distributed.checkpoint``. They are read by their names and their fields; their
-classes are never imported (`dtckpt.checkpoint.foreign.pickle_syntax`)::
+The file is a pickle of dataclasses of ``torch.distributed.checkpoint``. This module reads them by their names and
+fields, and never imports their classes (`dtckpt.checkpoint.foreign.pickle_syntax`)::
 
     Metadata.state_dict_metadata   name -> TensorStorageMetadata(properties, size, chunks) | BytesStorageMetadata
             .storage_data          MetadataIndex(name, offset of a chunk) -> _StorageInfo(file, offset, length)
@@ -10,8 +10,8 @@ classes are never imported (`dtckpt.checkpoint.foreign.pickle_syntax`)::
 Each item is a stream of ``torch.save`` within one of the ``.distcp`` files, and holds one chunk or one plain value.
 
 PyTorch flattens a state dict before it saves it, so the metadata have the path of each leaf only. `structure_of` makes
-the state tree of them. A key of a dict becomes a string in a path, a position in a list an int; dicts and lists that
-hold nothing leave no trace, and in a list None takes their place::
+the state tree of them. A key of a dict becomes a string in a path, a position in a list an int. Dicts and lists that
+hold nothing leave no trace; in a list None takes their place::
 
     ("model", "w")  ("steps", 0)  ("steps", 2)     ->    {"model": {"w": …}, "steps": [… , None, …]}
 """
@@ -117,9 +117,9 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
         where: Its name, for messages.
 
     Raises:
-        CheckpointCorruptError: It is malformed, or contradicts itself.
-        CheckpointIncompleteError: It marks a checkpoint of this library, whose manifest is not beside it.
-        CheckpointVersionError: It is of a class that this version does not know.
+        CheckpointCorruptError: The metadata is malformed, or contradicts itself.
+        CheckpointIncompleteError: The file marks a checkpoint of this library, whose manifest is not beside it.
+        CheckpointVersionError: The metadata is of a class that this version does not know.
     """
     if data == OWN_MARKER:
         raise CheckpointIncompleteError(

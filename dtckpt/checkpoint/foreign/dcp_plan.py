@@ -52,8 +52,8 @@ class ShapeAndDtype:
 def flat_leaves(node: trees.Node) -> Iterator[tuple[Path, trees.Node]]:
     """Yield path and node of each leaf, as PyTorch takes state dicts apart.
 
-    It goes into dicts, and into lists that hold tensors or dicts somewhere below. Everything else is one value: tuples,
-    and lists of numbers.
+    PyTorch takes apart dicts, and lists that hold tensors or dicts somewhere below. Everything else is one value:
+    tuples, and lists of numbers.
 
     Raises:
         TreeError: The tree is no dict, or two leaves would have one name.

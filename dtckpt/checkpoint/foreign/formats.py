@@ -103,7 +103,7 @@ def open_foreign(where: Location) -> PieceFiles | None:
 
     Raises:
         CheckpointCorruptError: The checkpoint is damaged.
-        CheckpointVersionError: It holds something that this version does not know.
+        CheckpointVersionError: The checkpoint holds something that this version does not know.
         StorageError: Storage refused.
     """
     with translate_errors("look for the checkpoint of another library", where, is_read=True):

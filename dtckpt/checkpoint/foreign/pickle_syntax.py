@@ -1,7 +1,7 @@
 """`parse_pickle`: a pickle as the calls that it asks for, none of which is made.
 
 A pickle is a program for a stack machine. Python's own machine imports the functions that the program names, and calls
-them, so it is safe only for trusted files. This one imports nothing and calls nothing. It returns numbers, strings,
+them, so it is safe only for trusted files. This one imports nothing and calls nothing. The result has numbers, strings,
 lists and tuples as they are, and stand-ins for the rest::
 
     c torch.Size  K2 K3 \\x86  R      ->   Call(Global("torch.Size"), ((2, 3),))
@@ -13,8 +13,8 @@ Objects that the program refers to twice are one object here, too. So the result
 all of its paths may never end: a caller that walks it counts levels and steps. An opcode of one byte can make an object
 of a hundred, so a `ReadBudget` bounds the bytes of the objects.
 
-The parser reads the opcodes of protocols 2 to 5, as Python writes them (documented in Python's `pickletools`). It
-refuses the opcodes of Python's extension registry, of buffers outside the pickle, and of protocols 0 and 1 alone.
+The parser reads the opcodes of protocols 2 to 5, as Python writes them (documented in Python's `pickletools`). Refused
+are the opcodes of Python's extension registry, of buffers outside the pickle, and of protocols 0 and 1 alone.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TENSOR_NBYTES = 1024
 class ReadBudget:
     """The bytes of objects that parsers may still make of one checkpoint's files. Thread-safe.
 
-    A file of a few hundred bytes can describe more objects than any memory holds: a list that contains itself many
-    times, a text that is part of a million names. So everything that is made is counted, before it is made, against the
+    A file of a few hundred bytes can describe more objects than any memory holds, as with a list that contains itself
+    many times, or a text in a million names. So everything that is made is counted, before it is made, against the
     bytes that were read::
 
         bytes made  <=  FLOOR_NBYTES + MULTIPLE * bytes read
@@ -81,7 +81,7 @@ class ReadBudget:
         """Count bytes that are about to be made.
 
         Raises:
-            CheckpointCorruptError: They are more than is left.
+            CheckpointCorruptError: The budget has fewer bytes left.
         """
         with self._lock:
             self._left -= nbytes
@@ -141,7 +141,7 @@ class PickledCall:
 
 
 class Pairs(list[tuple[Any, Any]]):
-    """A dict as its keys and values. They are not hashed: the hash of a hostile tuple takes for ever."""
+    """A dict as its keys and values. Keys are not hashed: the hash of a hostile tuple takes for ever."""
 
     __slots__ = ()
 
@@ -167,8 +167,8 @@ def parse_pickle(data: bytes | memoryview, where: str, budget: ReadBudget | None
             budget for this pickle alone.
 
     Raises:
-        CheckpointCorruptError: It is cut short or malformed, uses opcodes that PyTorch does not, or is too long; or it
-            makes far more than its bytes.
+        CheckpointCorruptError: The pickle is cut short or malformed, uses opcodes that PyTorch does not, or is too
+            long; or it makes far more than its bytes.
     """
     if len(data) > MAX_PICKLE_NBYTES:
         raise _malformed(where, f"it has {len(data)} bytes, expected at most {MAX_PICKLE_NBYTES}")

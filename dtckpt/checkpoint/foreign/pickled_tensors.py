@@ -117,8 +117,8 @@ def tensor_view(value: Any, where: str) -> StorageView:
         where: The tensor's name, for messages.
 
     Raises:
-        TreeError: It is a tensor that cannot be read, as a sparse one; the message says which.
-        CheckpointCorruptError: It is malformed.
+        TreeError: The tensor is of a kind that cannot be read, such as a sparse tensor; the message says which.
+        CheckpointCorruptError: The tensor is malformed.
     """
     for _ in range(_MAX_WRAPPED):
         if not is_tensor(value):

@@ -1,8 +1,8 @@
 """The value of a pickle as a state tree (`dtckpt.format.tree`): containers, plain values, tensors and arrays of numpy.
 
-Closed tables say what a name in the pickle means (`dtckpt.checkpoint.foreign.pickled_values`). A value of another
-class is left out of the tree, and noted with the reason: so a checkpoint that holds one odd value can be read, but for
-that value. In a list or tuple nothing can be left out; there the next dict above lacks the whole list.
+Closed tables say what a name in the pickle means (`dtckpt.checkpoint.foreign.pickled_values`). A value of another class
+is left out of the tree, and noted with the reason. So a checkpoint that holds one odd value can be read, but for that
+value. In a list or tuple nothing can be left out; there the next dict above lacks the whole list.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def read_tree(value: Any, path: tuple[str, ...] = (), budget: ReadBudget | None 
 
     Raises:
         TreeError: The value cannot be in a tree.
-        CheckpointCorruptError: It is too deep, contains itself, or makes more than the budget has; or a tensor in it is
-            malformed.
+        CheckpointCorruptError: The value is too deep, contains itself, or makes more than the budget has; or a tensor
+            in it is malformed.
     """
     walk = _Walk(ReadBudget("/".join(path) or "the state tree") if budget is None else budget)
     return PickledTree(walk.node(value, path), walk.leaves, walk.refused)

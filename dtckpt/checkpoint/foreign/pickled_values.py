@@ -48,7 +48,7 @@ def plain_value(value: Any, where: str, budget: ReadBudget, depth: int = 0) -> A
 
     Raises:
         TreeError: The value is of a class that the table lacks.
-        CheckpointCorruptError: It makes more than the budget has.
+        CheckpointCorruptError: The value makes more than the budget has.
     """
     kind = type(value)
     if kind in _ATOMS:

@@ -1,7 +1,7 @@
 """`PieceFiles`: the files of another library's checkpoint, whose index says which bytes are which elements.
 
-Such files have no digests of their content, so a read cannot tell a changed byte from the saved byte. It can tell that
-a file is too short, or that another file has taken its place.
+Such files have no digests of their content, so a read cannot tell a changed byte from the saved byte. But a read
+notices a file that is too short, and another file in its place.
 """
 
 from __future__ import annotations
@@ -227,7 +227,8 @@ class PieceFiles(CheckpointFiles):
         """Return an open file.
 
         Raises:
-            CheckpointConflictError: It is not the file that was there when the checkpoint was opened.
+            CheckpointConflictError: Another file has taken the place of the file that was there when the checkpoint was
+                opened.
         """
         file = self._ranges.open(name)
         if _stamp(os.fstat(file.descriptor)) != self._stamps[name]:
@@ -285,7 +286,7 @@ class PieceFiles(CheckpointFiles):
 
     @override
     def parts(self, name: str) -> Iterator[Region]:
-        # These are boxes of each piece.
+        # Boxes of each piece.
         tensor = self._index.tensors[name]
         for piece in tensor.pieces:
             rows = max(1, PART_NBYTES // max(1, tensor.itemsize * math.prod(piece.region.shape[1:])))

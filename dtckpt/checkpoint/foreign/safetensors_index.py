@@ -244,7 +244,7 @@ def parse_weight_map(data: bytes, file: str) -> WeightIndex:
         file: The index's name.
 
     Raises:
-        CheckpointCorruptError: It is malformed, or names a file that does not lie beside it.
+        CheckpointCorruptError: The index is malformed, or names a file that does not lie beside it.
     """
     content = _object(data, file)
     weight_map, metadata = content.get("weight_map"), content.get("metadata") or {}
@@ -300,7 +300,7 @@ def validate_alone(file: str) -> None:
     """Refuse a file that is a part of a model by its name.
 
     Raises:
-        CheckpointIncompleteError: It is.
+        CheckpointIncompleteError: The file is a part of a model.
     """
     if (match := SHARD.fullmatch(file)) is not None:
         raise CheckpointIncompleteError(

@@ -1,7 +1,7 @@
 """The notes that dtckpt leaves in safetensors files, so that the way back gives the same tree, and can be verified.
 
-Other readers pass over them. They are texts in a file's metadata, but for the tree of a model in several files, which
-stands in the metadata of the index::
+Other readers pass over them. Notes are texts in a file's metadata; only the tree of a model in several files stands in
+the metadata of the index::
 
     dtckpt.tree       the state tree (`dtckpt.format.tree`), where it is more than a dict of tensors by name
     dtckpt.content    by name, the content digests of the file's tensors (`dtckpt.format.content`)

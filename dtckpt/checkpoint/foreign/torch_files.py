@@ -290,7 +290,7 @@ class PieceLocator:
         Raises:
             CheckpointCorruptError: The stream is damaged, or holds something else.
             CheckpointVersionError: It was not written by ``torch.save``, or not by a version that is known.
-            TreeError: It holds a tensor that cannot be read, as a sparse one.
+            TreeError: The stream holds a tensor that cannot be read, such as a sparse tensor.
         """
         if piece.stream_nbytes is None:
             return piece

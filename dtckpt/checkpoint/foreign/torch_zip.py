@@ -130,8 +130,9 @@ def read_zip(read: Read, nbytes: int, where: str, budget: ReadBudget | None = No
         budget: As for `parse_pickle`.
 
     Raises:
-        CheckpointCorruptError: It is cut short or malformed, or makes far more than its bytes.
-        CheckpointVersionError: It was not written by ``torch.save``, by an old version, or on a big-endian machine.
+        CheckpointCorruptError: The file is cut short or malformed, or makes far more than its bytes.
+        CheckpointVersionError: The file was not written by ``torch.save``, by an old version, or on a big-endian
+            machine.
     """
     _validate_age(read, where)
     try:

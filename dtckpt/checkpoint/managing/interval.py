@@ -72,9 +72,9 @@ class PastRun:
 def optimal_interval(blocking_s: float, mtbf_s: float, *, lag_s: float = 0.0) -> float:
     """Return the seconds between the begins of two saves that lose the least time.
 
-    This is Daly's formula (J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps,
-    2006), which follows the exact optimum for failures at random times. The result is at least ``lag_s``, as one save
-    at a time is in flight.
+    Daly's formula (J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, 2006)
+    follows the exact optimum for failures at random times. The result is at least ``lag_s``, as one save at a time is
+    in flight.
 
     Args:
         blocking_s: Seconds for which a save stops training.

@@ -34,8 +34,8 @@ class Lineage:
     """The statement of one checkpoint about the other steps of its root.
 
     Args:
-        number: Number of the commit, which grows from commit to commit. It is 0, unknown, if another program put the
-            checkpoint there, an older version saved it, or the file is damaged.
+        number: Number of the commit, which grows from commit to commit. The number is 0, unknown, if another program
+            put the checkpoint there, an older version saved it, or the file is damaged.
         aside: The steps that existed at the save and that the checkpoint does not descend from.
     """
 

@@ -214,7 +214,7 @@ class CheckpointManager:
         Collective: All clients watch; then `should_save` is collective.
 
         Raises:
-            ValueError: This is not the main thread; only the main thread can handle signals.
+            ValueError: The caller is not the main thread; only the main thread can handle signals.
         """
         return self._schedule.watch.watch(*signals)
 

@@ -51,7 +51,7 @@ class BlockDigests:
         Blocks: On storage.
 
         Raises:
-            CheckpointCorruptError: They are not the digests that were written.
+            CheckpointCorruptError: The stored digests are not the digests that were written.
             StorageError: Storage refused.
         """
         index = entry.grid.index(number)

@@ -31,7 +31,7 @@ class CheckpointFiles(Protocol):
     tensors: Mapping[str, TensorInfo]
     """The tensors, by name."""
     refused: Mapping[str, DtckptError]
-    """By path, why something in the checkpoint cannot be read. It is neither a tensor nor in the structure."""
+    """By path, why something in the checkpoint cannot be read. Such a path is neither a tensor nor in the structure."""
     files: Sequence[str]
     """The files of another library that it is read from; empty for checkpoints of this library."""
     unread: Sequence[str]

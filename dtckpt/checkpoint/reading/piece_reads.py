@@ -273,7 +273,7 @@ class PieceInfo(TensorInfo):
     @property
     @override
     def row_dim(self) -> int:
-        # It is the dim with the largest stride.
+        # The dim with the largest stride.
         if self._largest is None:
             return 0
         shape, strides = self._largest.region.shape, self._largest.element_strides

@@ -195,7 +195,7 @@ class PieceIndex:
         tensors: By name.
         structure: The state tree of its tensors and plain values, as a node of `dtckpt.format.tree`.
         refused: By path, why something in the checkpoint cannot be read, such as a value of a class that only code
-            could make. It is not in the tree, and an error for a caller that asks for it.
+            could make. Such a path is not in the tree, and an error for a caller that asks for it.
         files: Names of the files that it describes or was read from.
         unread: The rest: names of other files beside them, and notes in them that the index does not have.
 

@@ -92,8 +92,8 @@ class Scratch(threading.local):
     def take(self, nbytes: int, position: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """Return a buffer of ``nbytes`` bytes, to be filled from a position in a file.
 
-        It is the memory that the call before returned. It is aligned to the file's position, up to a line of the
-        cache, so that the read is not slow (see `is_slow`).
+        The buffer takes the memory that the call before returned. Its address is aligned to the file's position, up to
+        a line of the cache, so that the read is not slow (see `is_slow`).
         """
         # Up to one page to begin at a page's first byte, and up to one for the position's place in its page.
         if self._memory.size < nbytes + 2 * mmap.PAGESIZE:
@@ -106,7 +106,7 @@ class Scratch(threading.local):
 def is_slow(address: int, position: int) -> bool:
     """Whether reads from a position in a file to an address are slow: reads took up to five times as long.
 
-    They are slow if the address lies further into its page than the file's position does, by less than a line. The
+    Reads are slow if the address lies further into its page than the file's position does, by less than a line. The
     processor compares only the low bits of addresses: it takes each store for the source of the next load, and waits.
     """
     return 0 < (address - position) % mmap.PAGESIZE < LINE_NBYTES

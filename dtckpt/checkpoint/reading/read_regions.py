@@ -126,7 +126,7 @@ class RegionReader:
 
         def finish_oldest() -> None:
             nonlocal in_flight
-            # It leaves the queue only when it is done: after a failure every read in the queue is waited for.
+            # A read leaves the queue only when it is done: after a failure every read in the queue is waited for.
             read_nbytes = pending[0][1]()
             pending.popleft()
             in_flight -= read_nbytes

@@ -39,9 +39,9 @@ class TensorInfo(ABC):
         stored_dtype_name: Name of the dtype of its elements on storage.
         layout: Layout at the time of the save; None if the tensor was on no mesh.
         nbytes: Bytes of its elements on storage, before compression.
-        content_digest: Digest of the tensor's elements, independent of layout and chunks: tensors of equal shape and
-            stored dtype have equal elements if and only if their content digests are equal (but for one case in
-            2**64). It is the CRC-64/NVME of the elements as they are stored, in C order; elements that were not saved
+        content_digest: Digest of the tensor's elements, independent of layout and chunks. Tensors of equal shape and
+            stored dtype have equal elements if and only if their content digests are equal (but for one case in 2**64).
+            The digest is the CRC-64/NVME of the elements as they are stored, in C order; elements that were not saved
             count as zeros. None if the save took none.
     """
 

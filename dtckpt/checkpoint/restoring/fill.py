@@ -42,7 +42,7 @@ def fill_tensors(
         checkpoint: The checkpoint.
         leaves: The tensors to be filled.
         tied: Other names of the same memory; their stored values must equal those that fill it.
-        shared: Those of the tensors that this client reads together with others.
+        shared: The tensors that this client reads together with other clients.
         phases: Counts the bytes.
 
     Raises:
@@ -71,7 +71,7 @@ def fill_tensors(
 
 
 def _note_writes(leaves: Sequence[Leaf]) -> None:
-    """Tell autograd, and views that hold values of their own, that somebody writes to the memory of tensors.
+    """Tell autograd, and views that keep a copy of their values, that the memory of tensors is about to change.
 
     Autograd then refuses a backward pass that needs the values of before.
     """

@@ -140,14 +140,14 @@ def _part_at(node: trees.Node, at: tuple[str, ...]) -> trees.Node:
 class _Matcher:
     """Walks the target and the saved structure side by side.
 
-    The walk changes nothing. It collects the memory to be filled, and returns for every node a function that gives the
+    The walk changes nothing: it collects the memory to be filled, and returns for every node a function that gives the
     node's new value once the memory is filled. So a mismatch anywhere leaves the whole target as it was.
 
     Args:
         checkpoint: The checkpoint.
         client: Which of the clients that restore this one is.
         target: The whole target.
-        layouts: Allocates what the target lacks.
+        layouts: Allocates the tensors that the target lacks.
         of_parameters: New name by name in the checkpoint, of parameters that are renamed.
         has_text_keys: Whether the keys of the structure's dicts may have had other types.
 
@@ -199,7 +199,7 @@ class _Matcher:
             visit()
 
     def find_tied(self) -> None:
-        """Take what shares the memory of a tensor that is filled from the list of what is missing."""
+        """Remove tensors from the list of missing ones if they share the memory of a tensor that is filled."""
         if self._lacking:
             filled = {memory_of(tensor) for tensor in self._filled} - {()}
             tied = {path for path, tensor in self._lacking.items() if memory_of(tensor) in filled}
@@ -234,7 +234,7 @@ class _Matcher:
         return self._take(node, path, scope)
 
     def _is_replaced(self, slot: Slot, node: trees.Node, scope: Scope) -> bool:
-        """Whether a part of an object's state is replaced as a whole: what was saved is of another kind or shape."""
+        """Whether a part of an object's state is replaced as a whole: the saved part has another kind or shape."""
         match slot:
             case TensorSlot(value):
                 name = trees.name_of_tensor(node)
@@ -328,7 +328,7 @@ class _Matcher:
     def _match_optimizer(
         self, found: RewrittenState | None, node: trees.Node, scope: Scope
     ) -> tuple[trees.Node, Scope]:
-        """Return the saved state of an optimizer in the target's terms, and the scope; note what it says."""
+        """Return the saved state of an optimizer in the target's terms, and its scope; note the names that it uses."""
         if found is None:
             return node, scope
         self.used |= found.used
@@ -389,7 +389,7 @@ class _Matcher:
         target: PerClient = slot.value
         if _type_of(node) != "PerClient":
             raise self._misfit(node, "PerClient", path)
-        # The values of all clients: those that this client does not take are not unexpected.
+        # All clients' values count as used: a value that this client does not take is not unexpected.
         self._use(node, path)
         saved = dict(self._saved_items(node, "dict", path))
         source = target.source(saved, node["type"][1], self._client, "/".join(path))
@@ -456,10 +456,10 @@ class _Matcher:
                 (self.defaulted if is_plain(child.value) else self.missing).append(where)
                 if is_tensor(child.value):
                     self._lacking[where] = child.value
-        # A dict of optimizer state that is still empty is filled with what was saved.
+        # An empty dict takes the saved items, as in the state of a fresh optimizer.
         if scope.adds or (scope.fills and not items and isinstance(target, Mapping | SimpleNamespace)):
             taken = {*items, *saved_keys.values()}
-            # Clients ask for their own; what nobody asks for is unexpected.
+            # Each client asks for the keys of its own rank. Keys without a client that asks for them are unexpected.
             taken |= set() if scope.drops else keys_of_other_ranks(items, nodes)
             plans |= {
                 key: self._take(child, (*path, str(key)), scope.below(key))
@@ -479,7 +479,7 @@ class _Matcher:
         self, slot: ContainerSlot, saved: Sequence[trees.Node], path: tuple[str, ...], scope: Scope
     ) -> Callable[[], Any]:
         target, slots = slot.value, list(slot.slots.values())
-        # A list that is still empty is filled with what was saved, too.
+        # An empty list takes the saved items, too.
         is_filled = scope.drops or (not target and isinstance(target, MutableSequence))
         if not is_filled and len(target) != len(saved):
             raise ShapeMismatchError(
@@ -511,7 +511,7 @@ def _type_of(node: trees.Node) -> str | None:
 
 
 def _validate_parts(target: Any, node: trees.Node, path: tuple[str, ...]) -> None:
-    """Check that the parts of a tensor were those of one that had the same class, shape and context."""
+    """Check that the saved parts belong to a tensor of the same class, shape and context."""
     # Memory that the tensor makes when it is asked for its parts would be filled for nothing.
     parts = TensorParts.of(target)
     if parts is not target and any(getattr(target, name) is not part for name, part in parts.items()):

@@ -84,7 +84,7 @@ class MetaTensors:
         """Check that the parameters of optimizers get memory, once the whole target is planned.
 
         Raises:
-            DTypeError: One does not; the optimizer would move its state to the meta device, too.
+            DTypeError: A parameter gets no memory; the optimizer would move its state to the meta device, too.
         """
         given = {id(tensor) for tensor in self._in_modules}
         for path, parameter in self._parameters:

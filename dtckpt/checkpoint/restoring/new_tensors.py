@@ -47,8 +47,8 @@ def plan_new_tensors(
         mesh: As for `dtckpt.restore`.
         layouts: As for `dtckpt.restore`.
         options: See `RestoreOptions`.
-        device_mesh: PyTorch's mesh that ``mesh`` was converted from, if the tensors shall be DTensors of PyTorch. What
-            was saved as a plain tensor stays one then, unless ``layouts`` say otherwise.
+        device_mesh: PyTorch's mesh that ``mesh`` was converted from, if the tensors shall be DTensors of PyTorch. A
+            tensor that was saved plain stays plain then, unless ``layouts`` say otherwise.
     """
     checkpoint.validate_readable()
     names = new_names(checkpoint, options)
@@ -84,7 +84,7 @@ def plan_new_tensors(
 
 
 def plain_names(checkpoint: Checkpoint) -> set[str]:
-    """Return the names of the tensors that belong on no mesh: arrays of numpy, and what is of one client alone."""
+    """Return the names of the tensors that belong on no mesh: arrays of numpy, and tensors of one client alone."""
     structure, infos = checkpoint.structure, checkpoint.tensors
     of_clients = (name for _, node in trees.per_client_nodes(structure) for name in trees.tensor_names(node))
     return {*trees.array_names(structure), *(name for name in of_clients if infos[name].layout is None)}
@@ -94,7 +94,7 @@ def _part_of(device_mesh: Any, mesh: Mesh) -> Any:
     """Return the PyTorch mesh with the devices of a mesh: ``device_mesh`` or a slice of it.
 
     Raises:
-        MeshError: It has no such slice.
+        MeshError: ``device_mesh`` has no such slice.
     """
     whole = Mesh.from_device_mesh(device_mesh)
     if whole == mesh:

@@ -54,7 +54,7 @@ class OptimizerParameter:
 
     @property
     def label(self) -> str:
-        """What messages call it, and the name of its state."""
+        """The name of the parameter in messages, and of its state in the tree."""
         return self.names[0] if self.names else self.own or str(self.key)
 
 
@@ -95,7 +95,7 @@ class SavedOptimizer:
 
     @classmethod
     def of(cls, node: Node, path: tuple[str, ...]) -> SavedOptimizer | None:
-        """Return what a node holds; None if it is not the state of an optimizer as ``state_dict()`` returns it."""
+        """Return the optimizer in a node; None if the node is not the state of an optimizer from ``state_dict()``."""
         items = _items(node, "dict")
         if not {"state", "param_groups"} <= items.keys():
             return None

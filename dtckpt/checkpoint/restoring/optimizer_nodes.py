@@ -1,7 +1,7 @@
 """Rewrite the saved state of an optimizer in the terms of a target: its keys, its order, its groups; pure.
 
-A restore walks target and checkpoint side by side. So what `dtckpt.checkpoint.restoring.optimizer_match` has matched is
-put into the places where the target looks for it.
+A restore walks target and checkpoint side by side. So this module puts the state that
+`dtckpt.checkpoint.restoring.optimizer_match` has matched into the places where the target looks for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BY_GROUP = re.compile(r".*(_lrs|_lr|_momentums|lambdas)")
 """Names of lists in a scheduler's state that have an item for each group of its optimizer."""
 
 EMPTY: Node = {"dict": [["state", {"dict": []}], ["param_groups", {"list": []}]]}
-"""The state of an optimizer that has no place of its own in the checkpoint."""
+"""The state of an optimizer for which the checkpoint has no place."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ def rewrite_state(
     Args:
         wanted: The parameters of the target's optimizer.
         groups: Its groups, as in its state.
-        match: What belongs to it.
+        match: The saved parts that belong to this optimizer.
         saved: The saved optimizers.
         path: The keys that lead to the target's optimizer.
     """
@@ -95,7 +95,7 @@ def rewrite_state(
 
 
 class _Rewriter:
-    """Makes the nodes of one optimizer of a target, and notes what of the checkpoint they take."""
+    """Makes the nodes of one optimizer of a target, and notes which names of the checkpoint they take."""
 
     def __init__(self, saved: SavedOptimizers, path: tuple[str, ...]) -> None:
         self._saved = saved

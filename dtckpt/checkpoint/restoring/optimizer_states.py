@@ -51,21 +51,21 @@ class OptimizerStates:
         # By id of an optimizer.
         self._pools: dict[int, SavedOptimizers] = {}
         self._groups: dict[int, Regrouping] = {}
-        # By id of a scheduler: what was saved in its container, by key, each with its path.
+        # By id of a scheduler: the saved schedulers of its container, by key, each with its path.
         self._schedulers: dict[int, dict[str, Saved]] = {}
-        # What names in the target begin with, and what they begin with in the checkpoint.
+        # By prefix of names in the target: the prefix of these names in the checkpoint.
         self._clients: dict[str, str] = {}
 
     def note_client(self, path: Sequence[str], number: int) -> None:
-        """Note that what is at a path, which differs by client, was saved by a client with a number."""
+        """Note which client saved the value at a path of a `PerClient`."""
         prefix = "".join(f"{name_of_key(key)}/" for key in path)
         self._clients[prefix] = f"{prefix}{number}/"
 
     def pool(self, slot: ContainerSlot, node: Node, path: tuple[str, ...]) -> Node:
-        """Note that optimizers in one container share what was saved in it; return a node with a place for each.
+        """Note that optimizers in one container share the saved optimizers; return a node with a place for each.
 
-        An optimizer for each parameter or for each part of a model: which of them has a parameter may have changed.
-        Their schedulers share in the same way.
+        A container may hold an optimizer for each parameter, or for each part of a model; a parameter may have moved
+        from one optimizer to another since the save. Schedulers share the saved schedulers in the same way.
         """
         children = {key: child.value for key, child in slot.slots.items()}
         opened = items_of(node)
@@ -96,8 +96,8 @@ class OptimizerStates:
         """Return the saved state of an optimizer in its terms; None if the node is not the state of an optimizer.
 
         Raises:
-            ShapeMismatchError: It has other parameters, and no names to tell which; or state that is found by position
-                fits its parameter not at all.
+            ShapeMismatchError: The saved optimizer has other parameters, and no names to tell which; or state that is
+                found by position does not fit its parameter.
             TreeError: Its state depends on the order of the parameters, which is another one.
         """
         optimizer, state = slot.value, slot.state.value
@@ -139,7 +139,7 @@ class OptimizerStates:
         """Return the saved state of a scheduler for the groups that its optimizer has in the target.
 
         Returns:
-            The state, and what it is made of; nothing if that is the node itself.
+            The state, and the saved nodes that it is made of; no nodes if the state is the node itself.
 
         Raises:
             ShapeMismatchError: A list of the state has not one item for each group.
@@ -164,13 +164,13 @@ class OptimizerStates:
                     )
                 parts[number] = siblings[keys[number]]
         in_order = {number: parts[number][1] for number in regrouping.optimizers}
-        # What the places of groups that are no more had is not unexpected.
+        # Saved values of groups that the target no longer has are not unexpected.
         return regrouping.scheduler(in_order, state, "/".join(path)), [(path, node), *parts.values()]
 
     def _validate_shapes(
         self, match: Match, parameters: Sequence[torch.Tensor], saved: SavedOptimizers, path: tuple[str, ...]
     ) -> None:
-        """Check that state which is found by position may be that of its parameter."""
+        """Check that state which is found by position fits the shape of its parameter."""
         for number, (parameter, rule, place) in enumerate(zip(parameters, match.rules, match.sources, strict=True)):
             if rule != "position" or place is None:
                 continue

@@ -1,4 +1,4 @@
-"""The plan of a restore on one client: which memory is filled from which stored tensor, and what remains to be done."""
+"""The plan of a restore on one client: which memory is filled from which stored tensor, and the work that remains."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RestorePlan:
     owners: Mapping[str, Rule] = field(default_factory=dict)
 
     def new_names_of(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the new names, sorted, of what has these names in the checkpoint."""
+        """Return the new names, sorted, of values with these names in the checkpoint."""
         return tuple(sorted(self.renamed.get(name, name) for name in names))
 
     def report(self, checkpoint: Checkpoint) -> RestoreReport:

@@ -1,7 +1,7 @@
-"""Restores that read each byte once: every client reads rows of its own, and a redistribution brings them to all.
+"""Restores that read each byte once: every client reads other rows, and a redistribution brings them to all.
 
 If every client reads for itself, each reads a replicated tensor whole. A tensor that is split across its rows is read
-by every client, too: storage is read in blocks of whole rows, and every block has elements for everybody::
+by every client, too: storage is read in blocks of whole rows, and every block has elements for all clients::
 
     stored rows      read (layout `rows`)      redistributed (the tensor's layout)
     row 0  abcd      client 0:  abcd           client 0:  ab    client 1:  cd
@@ -9,11 +9,11 @@ by every client, too: storage is read in blocks of whole rows, and every block h
     row 2  ijkl      client 1:  ijkl                      ij               kl
     row 3  mnop                 mnop                      mn               op
 
-This pays where storage is slower than the network between the clients.
+Reading each byte once pays where storage is slower than the network between the clients.
 
 Invariant: all clients of a mesh read the same tensors this way, in the same batches, because the redistribution of a
-batch is collective. Each client lists the tensors that it would share, tells the others a digest of the list in the
-restore's first round, and shares the tensors of a mesh only if all clients of the mesh told the same digest.
+batch is collective. Each client lists the tensors that it would share, and tells the others a digest of the list in the
+restore's first round. Clients share the tensors of a mesh only if all clients of the mesh told the same digest.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ def pays(info: TensorInfo, layout: Layout, itemsize: int) -> bool:
 
 
 def rows_nbytes(rows: Layout, shape: tuple[int, ...], itemsize: int) -> int:
-    """Return the bytes that a client reads: those of the client that reads most, so that all clients batch alike."""
+    """Return the bytes that the client with most rows reads; all clients count so many, so that they batch alike."""
     # Rounded up to the largest shard: a client with fewer rows must not put one tensor more into its batch.
     largest = (-(-size // shards) for size, shards in zip(shape, rows.shard_grid, strict=True))
     return math.prod(largest) * itemsize * (rows.mesh.size() // rows.mesh.num_clients)
 
 
 def rows_layout(layout: Layout, dim: int) -> Layout:
-    """Return a layout in which every device has rows of its own, along ``dim``.
+    """Return a layout in which every device has other rows, along ``dim``.
 
     The axes that split ``dim`` already come first, so that a device reads rows that it keeps, where there are such.
     """
@@ -111,7 +111,7 @@ class SharedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a client reads: those of the client that reads most, so that all clients batch alike."""
+        """Bytes that the client with most rows reads; all clients count so many, so that they batch alike."""
         return rows_nbytes(self.rows, self.leaf.shape, torch_dtype(self.leaf.dtype).itemsize)
 
 
@@ -130,7 +130,7 @@ def shareable_tensors(checkpoint: Checkpoint, leaves: Sequence[NamedLeaf]) -> li
 
 
 def digests_by_mesh(shared: Sequence[SharedTensor]) -> dict[str, str]:
-    """Return a digest of each mesh's tensors, by a digest of the mesh, to be compared with those of other clients."""
+    """Return a digest of each mesh's tensors, by a digest of the mesh; clients compare these digests."""
     facts_by_mesh: dict[str, list[str]] = {}
     for tensor in shared:
         # Everything that the messages of the redistribution depend on; if it differed, clients would wait for each

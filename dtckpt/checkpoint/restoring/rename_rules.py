@@ -21,7 +21,8 @@ def validate_rename(rules: object) -> None:
     """Check rename rules.
 
     Raises:
-        ConfigError: They are no rules, or a glob and its new name have different numbers of ``*``.
+        ConfigError: ``rules`` is neither a function nor a mapping of rules, or a glob and its new name have different
+            numbers of ``*``.
     """
     if callable(rules):
         return

@@ -1,4 +1,4 @@
-"""`RestoreReport`: what a restore on one client filled, left alone, renamed and converted."""
+"""`RestoreReport`: the tensors and values that a restore on one client filled, left alone, renamed and converted."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class RestoreReport:
         owners: How the parts of optimizers' states found their owners, by path: a parameter
             (``optimizer/state/model/0.weight``), a group of parameters, or an option of a group. ``name``: by the name
             of the parameter, or the names of the members; ``position``: by the order in which the optimizer has them;
-            ``default``: not saved, so it is what the target's optimizer was made with. Everything else in a tree is
-            found by its name.
+            ``default``: not saved, so the option keeps the value of the target's optimizer. Everything else in a tree
+            is found by its name.
         unread: Files and notes of another library that dtckpt does not read; see `dtckpt.Checkpoint.unread`.
         refusal: The reason why nothing was restored; empty if all went well.
-        phases: Cost of each phase on this client, by name: ``plan``, ``read`` (with digests), ``move`` (copies to
-            devices and to further copies on this client) and ``barrier``, the wait for the others. Empty if nothing
-            was restored.
+        phases: Cost of each phase on this client, by name: ``plan``, ``read`` (with digests), ``move`` (to devices and
+            to further copies on this client), and ``barrier`` (the wait for other clients). Empty if nothing was
+            restored.
     """
 
     path: Location

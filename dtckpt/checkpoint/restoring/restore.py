@@ -61,31 +61,32 @@ def restore(
     """Restore a checkpoint into any layout on any mesh, independent of the layout that it was saved from.
 
     With ``target``, the tensors and DTensors of that tree are filled in place, plain values in its dicts and lists are
-    replaced, and stateful objects load their state; containers keep their classes, and named tuples and dataclasses
-    take fields by name. State that the target lacks, as a fresh optimizer does, takes the layout of its parameter, and
+    replaced, and stateful objects load their state. Containers keep their classes; named tuples and dataclasses take
+    fields by name. State that the target lacks, as a fresh optimizer does, takes the layout of its parameter, and
     tensors on the meta device get memory. The state of optimizers finds its parameters by their names in the tree,
     whatever their order and groups (docs/checkpointing.md). Without a target, the saved tree is built anew, with plain
-    CPU tensors, or with new DTensors where ``mesh`` or ``layouts`` ask for them; named tuples and dataclasses are
-    replaced by stand-ins then.
+    CPU tensors, or with new DTensors where ``mesh`` or ``layouts`` ask for them. Stand-ins then replace named tuples
+    and dataclasses.
 
     Every client reads the chunks that intersect its regions, straight into the destination, and verifies them. With
     `RestoreOptions.read_once` it reads its share of the chunks that several clients need, and sends them on.
 
-    Clients may ask for different parts of the checkpoint. Unexpected is what none of them asks for.
+    Clients may ask for different parts of the checkpoint. A saved name that no client asks for is unexpected.
 
     Collective: Over the clients of ``group``. By default, with a target, over all clients of the meshes that its
-    tensors lie on, where a slice stands for the mesh that it is of; without a target, over the clients of ``mesh`` and
-    of the meshes of ``layouts``. Local where no tensor lies on another client. Barriers ``restore/planned``,
-    ``restore/asked`` (where clients ask for different names; until here nothing is written), and ``restore/read``.
+    tensors lie on; for a slice of a mesh the whole mesh counts. By default, without a target, over the clients of
+    ``mesh`` and of the meshes of ``layouts``. Local where no tensor lies on another client. Barriers
+    ``restore/planned``, ``restore/asked`` (where clients ask for different names; until here nothing is written), and
+    ``restore/read``.
 
     Args:
         path: The checkpoint.
         target: Tree to be filled.
-        mesh: Mesh for new DTensors; every tensor becomes one then, replicated if it was on no mesh; but not arrays of
-            numpy, nor what was on no mesh in a `dtckpt.PerClient`. Tensors that no entry of ``layouts`` matches keep
-            their saved sharding specs as far as the mesh has those axes, and are unsharded otherwise. With a
-            ``DeviceMesh`` of PyTorch the tensors are PyTorch's DTensors, and what was saved as a plain tensor stays one
-            unless ``layouts`` match it: ready for ``load_state_dict(assign=True)``.
+        mesh: Mesh for new DTensors. Every tensor becomes a DTensor then, replicated if it was on no mesh; exceptions
+            are arrays of numpy, and tensors of a `dtckpt.PerClient` that were on no mesh. Tensors that no entry of
+            ``layouts`` matches keep their saved sharding specs as far as the mesh has those axes, and are unsharded
+            otherwise. With a ``DeviceMesh`` of PyTorch the tensors are PyTorch's DTensors, and a tensor that was saved
+            plain stays plain unless ``layouts`` match it: ready for ``load_state_dict(assign=True)``.
         layouts: See `Layouts`. With functions, pass ``mesh`` too: it says which clients take part.
         options: See `RestoreOptions`.
         group: The clients that restore: a process group, or a sequence of client ids.
@@ -99,8 +100,8 @@ def restore(
         TensorNotFoundError: The target asks for something that the checkpoint lacks.
         UnexpectedTensorError: The checkpoint has something that no client's target asks for.
         ShapeMismatchError: A tensor's shape differs.
-        DTypeError: A dtype conversion is not allowed by ``options.cast``, or a tensor of the target is not dense
-            memory of its own.
+        DTypeError: A dtype conversion is not allowed by ``options.cast``, or the elements of a target's tensor are not
+            dense memory.
         TreeError: The target holds something that cannot be filled.
         CheckpointCorruptError: Stored bytes are not the bytes that were saved.
         MeshError: ``group`` lacks this client, or names one that the job does not have.
@@ -122,7 +123,7 @@ def restore_opened(
     options: RestoreOptions | None = None,
     group: Group | None = None,
 ) -> Any:
-    """Restore a checkpoint that is opened in a way of its own. Otherwise as `restore`.
+    """Restore a checkpoint that the caller's function opens. Otherwise as `restore`.
 
     Args:
         path: The checkpoint's name in messages.
@@ -205,7 +206,7 @@ class _Prepared:
         leaves: The tensors to be filled.
         tied: Further names of the same memory.
         shared: The tensors that this client would read together with others.
-        unasked: What this client does not ask for.
+        unasked: The saved names that this client does not ask for.
     """
 
     checkpoint: Checkpoint
@@ -304,8 +305,8 @@ class _CheckpointFacts(NamedTuple):
         identity: Tells it from others, as `Checkpoint.identity`.
         path: The path, cut to its end.
         shared: By mesh, a digest of the tensors that the client would read together with others.
-        unasked: Digest of what the client does not ask for.
-        allows_unexpected: Whether the client passes over what nobody asks for.
+        unasked: Digest of the saved names that the client does not ask for.
+        allows_unexpected: Whether the client passes over names that no client asks for.
     """
 
     identity: str

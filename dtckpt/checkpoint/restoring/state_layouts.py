@@ -1,8 +1,8 @@
 """`StateLayouts`: the layouts of tensors that a restore's target does not have yet, such as a fresh optimizer's state.
 
-State of a parameter is laid out as the parameter. If the parameter is not known, as in a plain dict, it is looked for
-among the target's tensors: by its key, which is a part of the name of its state, or else by its shape. If tensors of
-that shape are laid out differently, the parameter's number tells them apart::
+State of a parameter is laid out as the parameter. In a plain dict the parameter is not known. The restore then looks
+for it among the target's tensors: by its key, which is a part of the name of its state, or else by its shape. If
+tensors of that shape are laid out differently, the parameter's number tells them apart::
 
     parameters, by the shapes of their state    0: (6,)  1: (6,)  2: (9, 6)  3: (6,)
     tensors of the target, in order             norm.weight (6,)  norm.bias (6,)  up.weight (9, 6)  down.bias (6,)
@@ -59,7 +59,7 @@ class StateLayouts:
 
     @cached_property
     def _places(self) -> list[tuple[str, _Place]]:
-        # Made when it is first needed: most restores allocate nothing. What has no shape is refused elsewhere.
+        # Made when it is first needed: most restores allocate nothing. Tensors without a shape are refused elsewhere.
         named = ((key, tensor) for key, tensor in self._tensors if not (is_lazy(tensor) or tensor.is_nested))
         return [(unwrapped(key), _Place(tensor, layout_of_tensor(tensor))) for key, tensor in named]
 
@@ -137,7 +137,7 @@ class StateLayouts:
         for name, info in self._saved.items():
             if match := _NUMBERED.fullmatch(name):
                 saved[match[1]][int(match[2])].add(info.shape)
-        # Of a parameter without state of its own shape nothing is known.
+        # A parameter without state of the parameter's shape stays unknown.
         known = {state: {number: own & {*shapes} for number, own in all_.items()} for state, all_ in saved.items()}
         numbers = {state: sorted(number for number, own in all_.items() if own) for state, all_ in known.items()}
         return {

@@ -241,7 +241,7 @@ class _Visitor:
         return ContainerSlot(value, path, items, slots)
 
     def _state_of(self, value: Any) -> tuple[Any, Mapping[int, tuple[TensorParts, Any]]]:
-        """Return the state of an object, and what was taken apart in it."""
+        """Return the state of an object, and the tensors in it that were taken apart."""
         if id(value) not in self._states:
             # A module on the meta device returns its own tensors then, not detached ones: they are to get memory.
             keep_vars = isinstance(value, nn.Module) and any(is_meta(tensor) for _, tensor in named_tensors(value))
@@ -265,7 +265,7 @@ def is_stateful_target(target: Any) -> bool:
 
 
 def items_of_target(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
-    """Return what a target that is a container holds, by key or by position; None for all else.
+    """Return the items of a target that is a container, by key or by position; None for all else.
 
     A container of a class that is not Python's must be mutable: it is changed in place, which keeps its class.
     """
@@ -285,14 +285,14 @@ class Scope:
     Args:
         adds: Saved items that the target lacks are taken.
         drops: Items of the target that were not saved go, and items of another kind, length or shape are replaced.
-        is_optimizer: It is the state of an optimizer's parameters.
+        is_optimizer: The part is the state of an optimizer's parameters.
         parameter: The parameter whose state it is, if known.
         optimizer: The class of the optimizer whose state it is, if known.
         is_numbered: Its keys number the parameters of a single group, most likely in the order of the model's tensors.
         fixed: The storages of modules that the object holds; their tensors neither come, go nor change their shape.
         by_key: The scopes of items, where they differ from `inner`.
         keeps: Keys of items that stay as they are where they were not saved.
-        fills: Whether a container that is still empty is filled with what was saved.
+        fills: Whether an empty container takes the saved items.
     """
 
     adds: bool = False
@@ -326,7 +326,7 @@ class Scope:
         return replace(self, adds=False, drops=False)
 
     def of_items(self, items: Iterable[Any]) -> Scope:
-        """Return the scope of a container: one that has a tensor of a module has all of them."""
+        """Return the scope of a container; it cannot grow or shrink if it has a tensor of a module."""
         has_module = self.adds and not self.is_optimizer and any(map(self.is_fixed, items))
         return Scope(by_key=self.by_key) if has_module else self
 
@@ -338,7 +338,7 @@ class Scope:
 
 
 CLOSED = Scope()
-"""The scope of a target tree: what it asks for must be in the checkpoint, and nothing else may be."""
+"""The scope of a target tree: the checkpoint must have every name that it asks for, and no others."""
 _OPEN = Scope(adds=True, drops=True)
 
 
@@ -396,7 +396,7 @@ def keep_defaults(scope: Scope, state: frozenset[Any], options: Sequence[frozens
 
 
 def is_optimizer_state(items: Mapping[Any, Any]) -> bool:
-    """Whether a dict is what ``Optimizer.state_dict()`` returns."""
+    """Whether a dict has the form of a value from ``Optimizer.state_dict()``."""
     return "state" in items and "param_groups" in items
 
 

@@ -1,6 +1,7 @@
-"""What no client of a restore asks for: clients tell each other which names of the checkpoint they pass over.
+"""Names that no client of a restore asks for: clients tell each other which names of the checkpoint they pass over.
 
-The stages of a pipeline ask for different parts of one checkpoint; what one of them passes over, another one takes.
+The stages of a pipeline ask for different parts of one checkpoint; a name that one stage passes over is usually a name
+that another stage takes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Unasked:
 
     @classmethod
     def of(cls, plan: RestorePlan) -> Unasked:
-        """Return what a client does not ask for, from its plan."""
+        """Return the names that a client does not ask for, from its plan."""
         sources = {new: name for name, new in plan.renamed.items()}
         names = tuple(sorted(sources.get(name, name) for name in plan.unexpected))
         return cls(names, bytes_digest("\0".join(names).encode("utf-8", "surrogatepass")) if names else _NOTHING)

@@ -12,11 +12,11 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Attributes that nobody else uses; they count nowhere in a key."""
+"""Attributes that only wrappers use; they count nowhere in a key."""
 _LEADING = "module"
 """The attribute of DistributedDataParallel is a common name, so it counts for nothing at the beginning only."""
 _STATE_HEADS = frozenset({"state", "param_groups"})
-"""What precedes the names of parameters in flat optimizer states."""
+"""Keys that precede the names of parameters in flat optimizer states."""
 
 
 def unwrapped(key: str) -> str:
@@ -32,8 +32,8 @@ def unwrapped(key: str) -> str:
 def match_unwrapped(wanted: Iterable[Hashable], saved: Iterable[Hashable]) -> dict[Any, Any]:
     """Return the saved key for each wanted key that only wrappers tell from it.
 
-    Keys that are saved as they are wanted are left out. So are those of which several, wanted or saved, are one without
-    the names of wrappers: nobody knows which is which.
+    Keys that are saved as they are wanted are left out. Several keys, wanted or saved, that are equal without the names
+    of wrappers are left out, too: they are ambiguous.
     """
     saved = list(saved)
     lacking = [key for key in wanted if isinstance(key, str) and key not in saved] if saved else []

@@ -210,7 +210,7 @@ class Agreement:
 class Agreed:
     """The agreed plan of a save, with one client's staged state.
 
-    It does not refer to the caller's tensors if the state was staged.
+    The plan does not refer to the caller's tensors if the state was staged.
 
     Args:
         agreement: The result of the vote.

@@ -74,7 +74,7 @@ class Construction:
         """Begin the attempt; return the token that the other clients join it by. See `validate_target`.
 
         Args:
-            number: Number of the job's attempt. It comes first in the token: `commit_by_rename` compares it.
+            number: Number of the job's attempt. The token begins with this number: `commit_by_rename` compares it.
             incarnation: This process. A random part of the token tells apart the saves of one process.
         """
         self.led = self.target.begin(f"{number}-{incarnation:x}-{secrets.token_hex(4)}")

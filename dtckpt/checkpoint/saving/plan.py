@@ -42,7 +42,7 @@ class CopyRule(StrEnum):
     """A save's rule for different copies of one value on several clients."""
 
     EQUAL = "equal"
-    """It is refused."""
+    """The save refuses such a value."""
     NOTED = "noted"
     """The lowest client's copy is stored, and the leader's log names the tensor."""
     FREE = "free"
@@ -59,7 +59,7 @@ class Holding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSpec:
-    """A tensor to be saved, alike on every client. It equals only itself, so that it is a cheap key.
+    """A tensor to be saved, alike on every client. A spec equals only itself, so that it is a cheap key.
 
     Args:
         name: The tensor's name.
@@ -156,7 +156,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """The plan of a save: who writes which chunk. It may be kept for later saves, so nothing in it may be changed.
+    """The plan of a save: who writes which chunk. A plan may be kept for later saves, so nothing in it may be changed.
 
     The chunks of all tensors, one tensor after the other, are numbered through; `chunks_of` returns such numbers.
 

@@ -47,8 +47,8 @@ class Role(NamedTuple):
     """The part that a tensor of a state tree has in training.
 
     Args:
-        is_parameter: It is a parameter, or state that an optimizer keeps of one.
-        may_differ: It is a buffer that each client keeps for itself.
+        is_parameter: The tensor is a parameter, or state that an optimizer keeps of a parameter.
+        may_differ: The tensor is a buffer that each client keeps for itself.
     """
 
     is_parameter: bool = False

@@ -61,7 +61,7 @@ def save(
     """Save a state tree as the checkpoint at ``path``.
 
     Clients may pass different keys: the checkpoint is the union of their trees. All clients that pass a key save it,
-    and it must be the same on them. It is either a tensor of one shape and dtype, whose shards are equal or apart, or
+    and its value must be the same on them: either a tensor of one shape and dtype, whose shards are equal or apart, or
     one plain value. Tensors of one name on several slices of a mesh are one tensor.
 
     Collective: Over all clients of the job, or of ``group``; barriers ``save/begin``, ``save/written`` and

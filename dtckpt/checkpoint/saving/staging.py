@@ -77,8 +77,8 @@ class StagingMemory:
             client: This client.
             with_copies: Whether the save compares replicas.
             count: Called with the bytes that were copied.
-            beside: By tensor, further regions to copy, each inside a box that this client holds. They come behind the
-                others.
+            beside: By tensor, further regions to copy, each inside a box that this client holds. These copies come
+                behind the others.
 
         Returns:
             The state in staging memory; the given one if its elements do not come from memory.

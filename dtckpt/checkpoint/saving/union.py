@@ -209,7 +209,7 @@ def validate_same_kind(name: str, claims: Sequence[Claim]) -> None:
     """Check that clients describe a tensor alike.
 
     Raises:
-        ComponentError: They disagree on its shape or dtype.
+        ComponentError: The clients disagree on its shape or dtype.
     """
     clients, first = claims[0]
     for others, spec in claims[1:]:

@@ -1,6 +1,6 @@
 """`sharded_save`, `name_based_save`, `name_based_restore`: save and restore flat sets of named tensors.
 
-These are the checkpoint calls of ``tf.experimental.dtensor``, under its names.
+``tf.experimental.dtensor`` has these checkpoint calls under the same names.
 """
 
 from __future__ import annotations

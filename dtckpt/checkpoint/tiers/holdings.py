@@ -1,6 +1,6 @@
 """Decide which local saves can be restored from the parts that hosts hold, and which parts lack copies; pure.
 
-A save *counts* if some host knows that all clients voted it complete. It is *whole* if each of its parts is on some
+A save *counts* if some host knows that all clients voted it complete; a save is *whole* if each of its parts is on some
 host. Nothing here asks which client had which number, or on which host it ran: parts name the save that they belong to,
 and their indexes name boxes of tensors. So hosts may come back in another order, fewer or more::
 

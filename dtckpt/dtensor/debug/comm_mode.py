@@ -69,7 +69,7 @@ class _Activity:
 class CommDebugMode:
     """Counts this client's communications, and the operators that ran, while it is active.
 
-    It counts the communications of DTensors, and PyTorch's functional collectives under the names they have there.
+    The counts include the communications of DTensors, and PyTorch's functional collectives under PyTorch's names.
 
     Communications of a module count for it and for all modules around it. Entering the mode again clears the counts.
     Several modes may be active at once; each counts everything. Entering a mode that is active already changes nothing.

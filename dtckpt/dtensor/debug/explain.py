@@ -232,7 +232,7 @@ def _keeps_components(plan: ExchangePlan, source: Layout, target: Layout, shape:
 def _lower_bounds(source: Layout, target: Layout, shape: tuple[int, ...]) -> dict[int, int]:
     """Return, by device of the target, the elements of its box that its client must receive; see `Traffic`.
 
-    They follow from the parts that clients hold, not from any plan.
+    The bounds follow from the parts that clients hold, not from any plan.
     """
     kept, reduced = kept_axes(source, target), reduced_axes(source, target)
     num_terms = math.prod(source.mesh.dim_size(axis) for axis in reduced)

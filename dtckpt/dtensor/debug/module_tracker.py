@@ -64,9 +64,9 @@ class ModuleFacts:
 class ModuleTracker:
     """Tracks the modules that run while `tracking`, by hooks that hold for all modules.
 
-    The hooks run no operator on a module's tensors. They track the backward pass by hooks on the autograd nodes that
-    made a module's inputs and outputs. A module none of whose inputs needs a gradient counts as running until another
-    module is entered, or the pass ends.
+    The hooks run no operator on a module's tensors. Hooks on the autograd nodes that made a module's inputs and outputs
+    track the backward pass. A module none of whose inputs needs a gradient counts as running until another module is
+    entered, or the pass ends.
     """
 
     def __init__(self) -> None:

@@ -39,8 +39,8 @@ def local_map(
 ) -> Callable[..., Any]:
     """Return a function of DTensors that runs ``func`` on their components. Differentiable. Without func, a decorator.
 
-    It runs ``func`` once per local device, on the components there of the positional arguments. Arguments by name are
-    passed on unchanged. Without a DTensor among the positional arguments, it just calls ``func``.
+    The returned function runs ``func`` once per local device, on the components there of the positional arguments.
+    Arguments by name are passed on unchanged. Without a DTensor among the positional arguments, it just calls ``func``.
 
     Collective: The returned function, over the mesh's clients, if a result is sharded (clients exchange shapes, so
     uneven shards are right), if a result has no placements (they compare values), or if an argument is redistributed.

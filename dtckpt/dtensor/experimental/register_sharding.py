@@ -68,13 +68,13 @@ Function = Callable[..., Sequence[Row]]
 
 
 def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Function]:
-    """Return a decorator for a function that defines how operators may be sharded. It replaces the operators' rules.
+    """Return a decorator for a function that defines how operators may be sharded. The function replaces their rules.
 
-    The function takes the arguments of the operator, with an `OperandSpec` in place of each tensor. It returns pairs:
-    the placements of the results and the placements of the arguments, along one mesh axis. Along each axis of a mesh
-    any pair may be taken. The placements of arguments are in the order in which arguments are passed, those by name
-    last; None, or nothing, stands for a value that is no tensor. When the operator runs on a device's pieces of the
-    arguments, the result must be that device's piece of the results.
+    The function takes the arguments of the operator, with an `OperandSpec` in place of each tensor. The return value is
+    pairs: the placements of the results and the placements of the arguments, along one mesh axis. Along each axis of a
+    mesh any pair may be taken. The placements of arguments are in the order in which arguments are passed, those by
+    name last; None, or nothing, stands for a value that is no tensor. When the operator runs on a device's pieces of
+    the arguments, the result must be that device's piece of the results.
 
     The cheapest pair is taken. If no pair fits, everything is replicated. A pair fits if each shard has elements, and
     tensors that the operator writes to keep their layouts.

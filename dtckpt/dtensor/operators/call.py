@@ -251,7 +251,7 @@ class Call:
     def meta_results(self) -> list[torch.Tensor]:
         """The tensors among the results, as meta tensors: their global shapes, strides, storage offsets and dtypes.
 
-        They are those that the operator gives on the global tensors, so they are the same on every client.
+        The operator would give these results on the global tensors, so they are the same on every client.
 
         Raises:
             UnknownResultError: PyTorch cannot tell them without computing the results.

@@ -442,7 +442,8 @@ def become(tensor: DTensor, source: DTensor) -> None:
 class WriteResultPlan(Plan):
     """Compute an operator's result, and write it to the first argument or to ``out``, whose layout stays.
 
-    It serves all operators with ``out``, and those in place whose rule does not let the first argument keep its layout.
+    The plan serves all operators with ``out``, and operators in place whose rule does not let the first argument keep
+    its layout.
     """
 
     route = "rule"
@@ -527,7 +528,7 @@ class ReplicationPlan(Plan):
             prepare_write(tensor, self.func, tensors)
         if self._signature.is_view and not targets:
             unshare(tensors[0])
-        # Bound: every device needs memory for all of every operand. That is why rules come first.
+        # Bound: every device needs memory for all of every operand; therefore rules come first.
         operands = to_replicated(tensors)
         for number, tensor in enumerate(tensors):
             if operands[number] is not tensor and any(tensor is target for target in targets):

@@ -49,7 +49,7 @@ def rule(*operators: Operator) -> Callable[[_B], _B]:
 def composite(*operators: Operator) -> Callable[[_F], _F]:
     """Register a function of DTensors that does the work of operators by other operators.
 
-    The function gets the operator's arguments. It may decline a call: it then returns ``NotImplemented`` before it has
+    The function gets the operator's arguments. To decline a call, the function returns ``NotImplemented`` before it has
     done anything. Whether it declines may depend on shapes, dtypes, layouts and on arguments that are no floats: the
     first call decides for all of its kind.
     """

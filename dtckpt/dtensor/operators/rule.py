@@ -9,8 +9,8 @@ a result is a list of factors, major first. Matrix multiplication has three::
          results = (((0,), (2,)),)
          contracted = {1: "sum"}
 
-A mesh axis may shard a factor. It then splits every dim that has the factor, and each device runs the operator on its
-components: if an axis shards ``m``, each device computes its rows of the result. A result that lacks the sharded
+A mesh axis may shard a factor. The axis then splits every dim that has the factor, and each device runs the operator on
+its components: if an axis shards ``m``, each device computes its rows of the result. A result that lacks the sharded
 factor, as here ``k``, is the pending reduction (`Partial`) of the devices' results.
 
 A dim with several factors is their product, as in ``view`` from (a, b) to (a * b). A dim of size 1 that is broadcast
@@ -37,8 +37,8 @@ While all operands of a group are pending, the operator runs on the terms, and t
 operand that is not pending becomes pending first; for a replicated tensor this needs no communication. The sum of two
 tensors has ``{"sum": ((0, 1),)}``: both or none. Their product has ``{"sum": ((0,), (1,))}``: one of them.
 
-They hold for numbers that are never rounded. `dtckpt.dtensor.operators.pending_passes` leaves out those that the dtypes
-of a call do not allow.
+These groups hold for numbers that are never rounded. `dtckpt.dtensor.operators.pending_passes` leaves out those that
+the dtypes of a call do not allow.
 """
 
 BILINEAR: Passes = {"sum": ((0,), (1,)), "avg": ((0,), (1,))}

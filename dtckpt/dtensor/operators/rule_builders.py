@@ -439,8 +439,8 @@ def masked_lookup(unmasked: Rule | None, dim: int, size: int, lookup: Lookup) ->
         unmasked: The rule; its ``contracted`` is `completed_by_sum`. None stays None.
         dim: The dim of the first operand that the indices go into.
         size: Global size of that dim.
-        lookup: The function that each device runs. It gets its component, the global index at which that begins along
-            ``dim``, the global size, and the operator's other arguments.
+        lookup: The function that each device runs. Its arguments are the component, the global index at which the
+            component begins along ``dim``, the global size, and the operator's other arguments.
     """
     if unmasked is None:
         return None

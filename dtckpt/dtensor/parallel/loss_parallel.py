@@ -33,7 +33,7 @@ from dtckpt.errors import OperatorError
 _aten = torch.ops.aten
 
 _blocks: set[object] = set()
-"""Open blocks of `loss_parallel`. They hold for all threads: a GPU's backward pass runs in another thread."""
+"""Open blocks of `loss_parallel`. A block holds for all threads: a GPU's backward pass runs in another thread."""
 
 
 @contextmanager
@@ -90,7 +90,8 @@ def _cross_entropy(  # noqa: PLR0917  (the operator's arguments)
 class _CrossEntropy(torch.autograd.Function):
     """Cross entropy of scores, the index of each target's class (`NO_CLASS` for one to ignore), and its weight.
 
-    It keeps the scores, which are there anyhow and may be of half precision, rather than their probabilities.
+    The backward pass uses the scores, which are there anyhow and may be of half precision, rather than their
+    probabilities.
     """
 
     @staticmethod

@@ -32,7 +32,7 @@ def require_one_axis(style: object, mesh: Mesh) -> None:
     """Check that a mesh has one axis, as the placements of a style are for one.
 
     Raises:
-        MeshError: It has several.
+        MeshError: The mesh has several axes.
     """
     if mesh.ndim != 1:
         raise MeshError(

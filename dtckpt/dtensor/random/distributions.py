@@ -84,7 +84,7 @@ def sampler_of(name: str, dtype: torch.dtype, params: Mapping[str, Any]) -> Samp
 
     Raises:
         RandomParameterError: There is no distribution of this name, or its parameters are out of range.
-        DTypeError: It has no numbers in this dtype.
+        DTypeError: The distribution has no numbers in this dtype.
     """
     if name not in DISTRIBUTIONS:
         raise RandomParameterError(

@@ -33,8 +33,8 @@ COMPARED_EVERY = 64
 def draw_key(generator: torch.Generator | None = None) -> int:
     """Draw a number from 0 to 2**63 - 1 from a generator, default torch's own of the CPU.
 
-    It is one draw, whatever the key is for. So ``torch.manual_seed`` and saved generator states determine all random
-    tensors.
+    Each key takes one draw, whatever the key is for. So ``torch.manual_seed`` and saved generator states determine all
+    random tensors.
 
     Raises:
         RandomParameterError: A CUDA graph is being captured: the key is drawn on the host, so every replay would

@@ -138,7 +138,7 @@ def validate_kinds(name: str, kinds: Iterable[tuple[list[int], Numbers, str]]) -
         kinds: Clients, with shape and dtype of the tensor that they pass.
 
     Raises:
-        ComponentError: They do not.
+        ComponentError: The clients disagree.
     """
     claims = [(tuple(clients), TensorSpec(name, shape, dtype, dtype, ())) for clients, shape, dtype in kinds]
     validate_same_kind(name, claims)

@@ -91,7 +91,7 @@ def _validate_absence(target: CommitTarget, decider: str) -> None:
     try:
         target.check_target(overwrite=False)
     except CheckpointExistsError as error:
-        # It begins with the words of DCP's own writer: loops look for them.
+        # The text begins with the words of DCP's own writer: loops look for them.
         raise CheckpointExistsError(
             f"Checkpoint already exists at {target.where}; pass {decider}(overwrite=True) to replace it, "
             "or save elsewhere"
@@ -152,11 +152,11 @@ def share_of(announcement: Announcement, cached: Any) -> Share:
 
     Args:
         announcement: The announcement of the save.
-        cached: ``storage_data`` of the plan that the planner gave: an announcement too, or an older one. It gets the
-            new share, as the planner will give it again.
+        cached: ``storage_data`` of the plan that the planner gave: an announcement too, or an older one. The function
+            adds the new share, as the planner will give this value again.
 
     Raises:
-        CheckpointError: It is neither.
+        CheckpointError: ``cached`` is no announcement, or has no share of an earlier save.
     """
     if not isinstance(cached, Announcement):
         raise CheckpointError(

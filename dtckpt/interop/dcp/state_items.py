@@ -1,7 +1,7 @@
 """State trees as DCP sees them: a flat dict of items, each by a key.
 
-DCP joins the keys that lead to an item with dots. It opens dicts, and lists that hold tensors or dicts; all else is one
-item, which it would pickle. We keep such an item as a part of the state tree (`dtckpt.format.tree`)::
+DCP joins the keys that lead to an item with dots. Dicts, and lists that hold tensors or dicts, are opened; all else is
+one item, which DCP would pickle. We keep such an item as a part of the state tree (`dtckpt.format.tree`)::
 
     {"model": {"w": tensor}, "groups": [{"lr": 0.1}], "betas": (0.9, 0.99)}
 

@@ -55,9 +55,9 @@ BATCH_NBYTES = 256 << 20
 class DtckptStorageReader(StorageReader):
     """Reads checkpoints of ours through `torch.distributed.checkpoint`, into any mesh; every byte is verified.
 
-    It makes no difference whether `dtckpt.save` or DCP with a `DtckptStorageWriter` has saved the checkpoint. All ranks
-    must see the same save; else they raise a `CheckpointConflictError`, which DCP wraps. No pickle of a checkpoint is
-    read: DCP's planner loads plain values from bytes that this reader makes of them.
+    Either `dtckpt.save` or DCP with a `DtckptStorageWriter` may have saved the checkpoint. All ranks must see the same
+    save; else they raise a `CheckpointConflictError`, which DCP wraps. No pickle of a checkpoint is read: DCP's planner
+    loads plain values from bytes that this reader makes of them.
 
     The reader may be used again.
 
@@ -146,7 +146,7 @@ class DtckptStorageReader(StorageReader):
         """Check that all ranks have opened the same save. Called by the coordinator.
 
         Raises:
-            CheckpointConflictError: They have not.
+            CheckpointConflictError: The ranks have opened different saves.
         """
         for rank, plan in enumerate(plans):
             if plan.storage_data != plans[0].storage_data:
@@ -250,8 +250,8 @@ class _OpenCheckpoint:
 class _Items(dict[str, Any]):
     """The items of a checkpoint as DCP describes them.
 
-    It also has the containers at the top of the state tree, for planners that do not flatten; they are not among its
-    keys, as their items are.
+    For planners that do not flatten, the mapping also has the containers at the top of the state tree. Its keys are the
+    items alone, not these containers.
     """
 
     def __init__(self, opened: _OpenCheckpoint) -> None:

@@ -239,7 +239,7 @@ class DtckptStorageWriter(StorageWriter):
             TreeError: An item is neither a tensor nor a value that a state tree can hold; the text names the key.
             DTypeError: A tensor is not dense memory.
             SaveDisagreementError: The ranks' writers have different options.
-            BarrierConflictError: They save to different paths.
+            BarrierConflictError: The ranks save to different paths.
             StorageError: Storage refused, or another attempt took over.
         """
         future: Future[list[WriteResult]] = Future()

@@ -93,7 +93,7 @@ def _reduced_by(func: Operator, reduction: int, args: tuple[Any, ...], kwargs: d
 
 
 NO_CLASS = torch.iinfo(torch.int64).min
-"""The index of a target to ignore. It is no index that a program would have by mistake, as -1 is."""
+"""The index of a target to ignore. No program has this index by mistake, as it may have -1."""
 
 _Offsets = list[tuple[int, ...]]
 
@@ -239,9 +239,9 @@ def _nll_backward(
 
 # --- chunked cross entropy -------------------------------------------------------------------------------------------
 #
-# The loop of PyTorch's chunked ``linear_cross_entropy`` runs on whole tensors, on every device. It is a Python function
-# that writes to its plain buffers. Forward, it is part of a custom operator, which runs on components. The backward
-# pass calls it with DTensors; so the function here takes its place.
+# The loop of PyTorch's chunked ``linear_cross_entropy`` runs on whole tensors, on every device. The loop is a Python
+# function that writes to its plain buffers. Forward, it is part of a custom operator, which runs on components. The
+# backward pass calls it with DTensors; so the function here takes its place.
 
 _MODULE = "torch.nn.modules.linear_cross_entropy"
 """PyTorch 2.12 and older lack it."""
