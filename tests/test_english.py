@@ -35,8 +35,8 @@ BOUNDS = {
     "docs": AIM | {"pronoun": 0.8, "long": 0.3},
     "changelog": AIM | {"pronoun": 1.4, "long": 0.3},
     "contributing": AIM | {"pronoun": 0.7, "long": 0.1},
-    "docstrings": {"headless": 1.3, "that of": 0.5, "of its own": 0.2, "no noun": 0.5, "pronoun": 1.5, "long": 1.0},
-    "comments": {"headless": 1.5, "that of": 0.4, "of its own": 0.7, "no noun": 0.4, "pronoun": 1.0, "long": 0.5},
+    "docstrings": AIM | {"pronoun": 0.1, "long": 0.9},
+    "comments": AIM | {"pronoun": 0.1, "long": 0.5},
     "errors": AIM | {"pronoun": 0.1, "long": 2.0},
     "help": AIM | {"pronoun": 0.5, "long": 2.4},
 }

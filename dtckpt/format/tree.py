@@ -231,7 +231,7 @@ def build(
 
     Raises:
         CheckpointCorruptError: The structure is malformed.
-        KeyError: It names a kind of node or of container that this version does not know.
+        KeyError: The node names a kind of node or of container that this version does not know.
     """
     if depth > MAX_DEPTH:
         raise CheckpointCorruptError(f"the manifest's state tree is deeper than {MAX_DEPTH} levels")

@@ -95,7 +95,7 @@ class View:
         if count != self.count:
             with torch.no_grad():
                 again = self.of(self.source)
-                again._view = None  # It is up to date, and must not be refreshed itself.
+                again._view = None  # The fresh view must not be refreshed itself.
                 tensor._components = to_layouts([again], [tensor._layout])[0].components
             self.count = count
 
