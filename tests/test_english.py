@@ -35,8 +35,8 @@ BOUNDS = {
     "docs": AIM | {"pronoun": 0.8, "long": 0.3},
     "changelog": AIM | {"pronoun": 1.4, "long": 0.3},
     "contributing": AIM | {"pronoun": 0.7, "long": 0.1},
-    "docstrings": AIM | {"pronoun": 0.1, "long": 0.9},
-    "comments": AIM | {"pronoun": 0.1, "long": 0.5},
+    "docstrings": AIM | {"pronoun": 0.1, "long": 0.6},
+    "comments": AIM | {"pronoun": 0.1, "long": 0.4},
     "errors": AIM | {"pronoun": 0.1, "long": 2.0},
     "help": AIM | {"pronoun": 0.5, "long": 2.4},
 }

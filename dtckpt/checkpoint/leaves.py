@@ -149,8 +149,8 @@ def as_leaf(
         kept: Layouts of PyTorch's DTensors in the same tree; see `torch_interop.layout_and_local`.
 
     Raises:
-        DTypeError: The dtype cannot be stored, or the tensor's elements are not dense memory: it is sparse, quantized,
-            nested, fake, on the meta device, or of a subclass that computes its elements.
+        DTypeError: The dtype cannot be stored, or the tensor's elements are not dense memory. Sparse, quantized,
+            nested, fake and meta tensors are not, nor is a tensor of a subclass that computes its elements.
         LayoutError: The layout has MATCH specs or pending reductions, or a PyTorch DTensor is made of ours.
         ComponentError: The part that `Shards` hold does not have the size that it should have.
     """

@@ -104,8 +104,8 @@ def _open_store(host: str, port: int, *, is_host: bool = False) -> TCPStore:
 def _own_host(config: Config, coordinator: str) -> str:
     """Return the name or address under which other machines find this one.
 
-    The first source that applies: the host of the first address in ``DTENSOR_JOBS``; the address from which this client
-    reaches the coordinator; where the coordinator is on this machine, the machine's name.
+    The first choice is the host of the first address in ``DTENSOR_JOBS``, the second the address from which this client
+    reaches the coordinator. If that is a loopback address, or unknown, the machine's name is used.
     """
     if config.jobs_text and (host := config.jobs[0].rpartition(":")[0]):
         return host.strip("[]")

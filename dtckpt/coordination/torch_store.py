@@ -13,8 +13,8 @@ failed, a client voted no      that client, *before* its arrival. So "all have a
                                all votes were ok
 passed                         the client that arrives last; should it die before it can say so, the opener of the round
 failed, a client is lost       the opener, which watches the heartbeats of all participants; the others watch only the
-                               opener. That makes N reads per tick in all instead of N squared. Should the opener die,
-                               its loss is the verdict, and no other client has to take over
+                               opener. All clients together so make N reads per tick instead of N squared. Should the
+                               opener die, its loss is the verdict, and no other client has to take over
 failed, timeout                the first client whose deadline passes; all but the opener wait a moment longer
 ============================== =======================================================================================
 

@@ -1,8 +1,8 @@
 """Rounds of barriers at a `torch.distributed` store: their keys, and how clients join and decide them without a server.
 
-One use of a barrier's name is a *round*. The rounds of one name share a prefix: ``alone/<name>`` for a barrier that
-belongs to no operation, ``first/<name>`` for the first barrier of operations, ``in/<operation>/<name>`` for a later
-barrier of one operation. Below the prefix are these keys:
+One use of a barrier's name is a *round*. The rounds of one name share a prefix. A barrier that belongs to no operation
+has ``alone/<name>``, the first barrier of operations ``first/<name>``, and a later barrier of one operation
+``in/<operation>/<name>``. Below the prefix are these keys:
 
 ``open``              the `RoundHeader` of the latest round: its number, who opened it, participants, topic, position
 ``<n>/arrived/<i>``   the `Arrival` of client i in round n

@@ -111,9 +111,9 @@ class DVariable(DTensor):
         Collective: As `redistribute`, for a DTensor in another layout.
 
         Args:
-            value: A value of the variable's shape: a DTensor of the variable's dtype, in any layout on any mesh; or a
-                tensor of this dtype; or an array or numbers, which are converted. Other values than DTensors must be
-                the same on every client.
+            value: A value of the variable's shape. A tensor or a DTensor, in any layout on any mesh, must have the
+                variable's dtype; an array or numbers are converted. Other values than DTensors must be the same on
+                every client.
 
         Raises:
             ComponentError: The shape or the dtype differs from the variable's.

@@ -1,7 +1,8 @@
 """Containers of a state tree beyond dict, list and tuple, as deque or dataclass: how to save and rebuild each.
 
-The manifest holds such a container as ``{"type": [name, argument, node]}``: a name of the table `CONTAINERS`, never of
-a class; one more argument that rebuilds it, as JSON; and its items as a node of kind ``dict`` or ``list``.
+The manifest holds such a container as ``{"type": [name, argument, node]}``. The name is from the table `CONTAINERS`,
+never of a class. The argument helps to rebuild the container, as JSON. The node, of kind ``dict`` or ``list``, has the
+items.
 
 Named tuples and dataclasses have classes that only code could rebuild. So the manifest has the names of
 their fields, and a restore fills the fields of its target by name. Without a target they come back as a stand-in. So do
@@ -29,7 +30,7 @@ class ClientValues(dict[int, Any]):
     """The values of one piece of state that differs by client, such as a random state, by number of the client.
 
     A restore without a target gives them, and one whose target holds a plain value such as None. In a tree to be saved
-    they are the values of all clients, so every client must pass the same; a client that knows only its own value
+    they are the values of all clients, so every client must pass the same. A client that knows only its own value
     passes a `dtckpt.PerClient`.
 
     Args:

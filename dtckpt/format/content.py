@@ -119,8 +119,8 @@ class _ByteRuns:
         lattice: Per dim that numbers the runs: how many there are, and the bytes from one to the next.
         behind_last: Bytes of the tensor behind the last run.
         behind: Bytes of the tensor behind each run, in the order of the runs; empty if there are more than `_FEW_RUNS`.
-        filled: If the gaps between the runs are so small that it is fastest to fill them with zeros, which add nothing
-            to the share: the region with its gaps, and the slices of the region in it.
+        filled: The region with its gaps, and the slices of the region in it, if small gaps make it fastest to fill them
+            with zeros. Zeros add nothing to the share.
     """
 
     nbytes: int

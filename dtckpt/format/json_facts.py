@@ -1,6 +1,6 @@
 """Check types of facts in JSON that may be damaged or prepared; each function returns its type or raises ValueError.
 
-Unchecked, a wrong type fails far from the file, or does not fail: Python takes a text for a sequence, ``true`` for 1,
+Unchecked, a wrong type fails far from the file, or does not fail. Python takes a text for a sequence, ``true`` for 1,
 and JSON has ``NaN`` and numbers of any length.
 """
 

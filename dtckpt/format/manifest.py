@@ -38,8 +38,10 @@ MAX_MANIFEST_NBYTES = 512 << 20
 # Clients that restore tell each other this token, in a barrier's payload, which is bounded, too.
 MAX_ATTEMPT_CHARS = 1024
 BLOCKS_NAME = "dtckpt.blocks"
-"""A file in each client's folder: the digests of blocks (8 bytes each, little endian), of all chunks of several blocks
-that the client wrote, in the order of the manifest."""
+"""A file in each client's folder: the digests of blocks (8 bytes each, little endian), in the order of the manifest.
+
+The file covers all chunks of several blocks that the client wrote.
+"""
 KVSTORES = ("ocdbt", "zarr")
 """The two kinds of key-value store that hold the arrays, in the order of the `KvStore` enum (from 1)."""
 

@@ -137,8 +137,8 @@ def encode_value(value: Any, where: str) -> Node:
         where: Its path in the tree, for messages.
 
     Raises:
-        TreeError: The value is an integer of too many digits, a set that holds other than plain values, a date with a
-            time zone that has rules or a name, or a member of an enum that its name does not give back.
+        TreeError: The value is an integer of too many digits, or a set that holds other than plain values. Or it is a
+            date with a time zone that has rules or a name, or a member of an enum that its name does not give back.
     """
     return (_encoder_of(type(value)) or _encode_enum)(value, where)
 

@@ -19,8 +19,9 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
     ``dtckpt.restore(path, accelerator_state(accelerator))`` for ``accelerator.load_state(path)``. So do `save_async`
     and a `CheckpointManager`. Any number of processes may restore.
 
-    The tree holds the models, optimizers, schedulers, gradient scaler, the data loaders that have a state, the objects
-    passed to ``register_for_checkpointing``, the step of gradient accumulation, and each client's random states.
+    The tree holds the models, optimizers, schedulers, gradient scaler, and data loaders that have a state. Further
+    parts are the objects passed to ``register_for_checkpointing``, the step of gradient accumulation, and each client's
+    random states.
 
     Raises:
         ConfigError: The state is with DeepSpeed, Megatron-LM or FSDP1, which save it by themselves.

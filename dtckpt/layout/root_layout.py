@@ -22,8 +22,8 @@ from dtckpt.layout.mesh import Mesh
 def root_layout(layout: Layout) -> Layout:
     """Return the layout on the root mesh, replicated along the axes that its own mesh lacks.
 
-    A layout that the root mesh cannot express, as its mesh combines or splits axes of the root, is returned itself; so
-    is one on a root mesh, and one with pending reductions.
+    A layout that the root mesh cannot express, as its mesh combines or splits axes of the root, is returned itself. So
+    is a layout on a root mesh, or with pending reductions.
     """
     mesh = layout.mesh
     if mesh.root_offsets[0] is mesh or layout.type is not LayoutType.STATIC or layout.has_partial:

@@ -1,8 +1,8 @@
 """Agreements: facts that clients settle once and then take for granted; message tags carry a digest of them.
 
-When a client meets a case for the first time, it asks the others for a fact that all of them need, such as the global
-shape that follows from local shapes. The client takes the answer for granted whenever the case comes again, without a
-message. This shortcut goes wrong when the case of one client comes again while another client's case has changed:
+At the first time that a client meets a case, it asks the others for a fact that all need, such as the global shape that
+follows from local shapes. The client takes the answer for granted whenever the case comes again, without a message.
+This shortcut goes wrong when the case of one client comes again while another client's case has changed:
 
     client 0: case A, as in agreement 0       takes (8,) for granted     digest of 0
     client 1: case B, as in agreement 1       takes (6,) for granted     digest of 1

@@ -66,8 +66,8 @@ class Participation(NamedTuple):
 Planner = Callable[[Callable[[int], Sequence[LayoutChange]], int, int], Participation]
 """Returns a participation.
 
-Takes the changes that are asked for, as a function of the client that looks at them; the number of the call among its
-clients; and a digest of the agreements and assumptions of the clients that ask.
+The first argument returns the changes that are asked for, as a client sees them. The others are the number of the call
+among its clients, and a digest of the agreements and assumptions of the clients that ask.
 """
 
 # By default process group. A clone has a separate connection, so a program's own wait for a key does not block it.
@@ -97,9 +97,8 @@ class CallRecord:
 
     1. A client writes its own request or error, and registers, before it joins the request of another.
     2. A client joins a request only when all clients that wait for it there have registered
-    (`Participation.prerequisites`).
-       A client that has registered reads the record again when its call is complete. So it finds the other request,
-       and raises instead of returning.
+       (`Participation.prerequisites`). A client that has registered reads the record again when its call is complete.
+       So it finds the other request, and raises instead of returning.
 
     Args:
         group: The clients.

@@ -12,10 +12,10 @@ Its reaction to an alarm depends on how far this client is:
     the clients call no more            report the error of the group, take part with zeros
     it was not made yet                 if this client is *missing*: say so, take part with zeros, call no more
 
-**Missing.** A client is missing from a call if others wait for it there for the heartbeat timeout
-(``DTCKPT_HEARTBEAT_TIMEOUT_S``, 60 s by default) while the thread that makes its calls idles all the time. An idle
-thread uses less than `IDLE_SHARE` of a core. A missing client waits for something else, perhaps for the very clients
-that wait for it. A client that computes is only slow. The timeout of the process group bounds the wait for it.
+**Missing.** A client is missing from a call if others wait for it there for the heartbeat timeout while the thread that
+makes its calls idles all the time. ``DTCKPT_HEARTBEAT_TIMEOUT_S`` sets the timeout, 60 s by default. An idle thread
+uses less than `IDLE_SHARE` of a core. A missing client waits for something else, perhaps for the very clients that wait
+for it. A client that computes is only slow. The timeout of the process group bounds the wait for it.
 """
 
 from __future__ import annotations

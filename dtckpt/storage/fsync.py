@@ -74,7 +74,7 @@ def walk_folders(folder: Path) -> Iterator[Path]:
 class TrailingWriteback:
     """Writes out a file behind its writer, and lets the kernel use the memory that cached it again.
 
-    So the writer is never faster than the disk for long, a later fsync finds little to do, and a large file takes the
+    So the writer is never faster than the disk for long, and a later fsync finds little to do. A large file takes the
     same few pages of the page cache from end to end. Memory that was free for long costs more than the write itself
     where a virtual machine's host has taken it back. Nothing is durable before an fsync.
 

@@ -1,7 +1,7 @@
 """The local back end: `LocalFolder`, files in a directory; and the only code that changes files below a directory.
 
-A user with write access to a directory can put a link in the place of a file or a folder that this library writes
-there, or a fifo in the place of a lock. No such entry leads out of the directory:
+A user with write access to a directory can put a link in the place of a file or folder that this library writes, or a
+fifo in the place of a lock. No such entry leads out of the directory:
 
 * a directory is opened name by name, and its entries are named relative to the open directory (openat(2)). A link in
   the place of a folder is an error;

@@ -80,8 +80,8 @@ class StoredValue:
     def announce(self, start: int, stop: int) -> None:
         """Have the kernel begin to read bytes ``start`` to ``stop`` of the value from the disk (posix_fadvise).
 
-        Nothing is announced if the page cache has the last whole page of them: then it very likely has all of them,
-        and the kernel would look every page up for nothing.
+        Nothing is announced if the page cache has the last whole page of them. Then it very likely has all of them, and
+        the kernel would look every page up for nothing.
         """
         with suppress(OSError):
             # One page before the end: the very last page may belong to the next value, too.

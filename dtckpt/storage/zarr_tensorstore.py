@@ -9,9 +9,9 @@ Each client opens its own `TensorStoreWriter`; when all have committed, the lead
 Either way no two clients write the same key: each writes its own chunks, and its share of the ``zarr.json``.
 `dtckpt.storage.zarr_files` writes where TensorStore cannot reach.
 
-Facts about TensorStore that shape the code: a write copies its source unless told that it may refer to it; a read is
-fast only into memory that is there already, from memory-mapped files; chunks of zeros are not stored, and missing
-chunks read as zeros, unless told otherwise; a range is copied between databases by reference only if all were opened
+Facts about TensorStore that shape the code: a write copies its source unless told that it may refer to it. A read is
+fast only into memory that is there already, from memory-mapped files. Chunks of zeros are not stored, and missing
+chunks read as zeros, unless told otherwise. A range is copied between databases by reference only if all were opened
 with one context.
 """
 

@@ -32,8 +32,8 @@ KEPT_VERDICTS_S = 3600.0
 MAX_FORGOTTEN = 1000
 """How many old verdicts one `Tick` forgets."""
 JOB_NBYTES, TASK_NBYTES, BARRIER_NBYTES, ARRIVAL_NBYTES, PARTICIPANT_NBYTES = 4096, 1024, 3072, 320, 64
-"""Estimates for a job, for each task and barrier in it with their names, for each arrival without its payload, and for
-each participant of a barrier that names its participants."""
+"""Estimates for a job, each task and barrier in it with their names, each arrival without its payload, and each
+participant that a barrier names."""
 
 
 @dataclass(slots=True)

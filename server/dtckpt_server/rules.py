@@ -10,8 +10,10 @@ The same events give the same effects, so tests run the rules by the million, an
 Invariants; ``tests/server/coordinator_simulation.py`` checks the first three after every event:
 
 * A barrier (a round of a name) is decided once. A barrier is open while ``decided_at`` is None, and then in
-``job.open``. * A round of an operation takes place once. * A call gets the round that it has joined, however often it
-is repeated. * Memory is bounded: everything that is kept is counted in `Memory` before it is kept.
+  ``job.open``.
+* A round of an operation takes place once.
+* A call gets the round that it has joined, however often it is repeated.
+* Memory is bounded: everything that is kept is counted in `Memory` before it is kept.
 
 A restarted coordinator starts empty and needs no special rule. The coordinator learns of a task when the task
 registers, and grants it a full heartbeat timeout from then on.

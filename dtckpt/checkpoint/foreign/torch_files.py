@@ -236,7 +236,7 @@ def open_stream(
 
     Raises:
         CheckpointCorruptError: The stream is damaged.
-        CheckpointVersionError: It was not written by ``torch.save``, or not by a version that is known.
+        CheckpointVersionError: The stream was not written by ``torch.save``, or not by a version that is known.
     """
 
     def read(start: int, stop: int) -> bytes:
@@ -289,7 +289,7 @@ class PieceLocator:
 
         Raises:
             CheckpointCorruptError: The stream is damaged, or holds something else.
-            CheckpointVersionError: It was not written by ``torch.save``, or not by a version that is known.
+            CheckpointVersionError: The stream was not written by ``torch.save``, or not by a version that is known.
             TreeError: The stream holds a tensor that cannot be read, such as a sparse tensor.
         """
         if piece.stream_nbytes is None:

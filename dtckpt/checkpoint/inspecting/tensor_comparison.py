@@ -87,9 +87,9 @@ class Difference:
     Args:
         path: Name of the tensor, or path of the value or container.
         kind: The kind of the difference.
-        a: The fact in the first checkpoint, by kind: the facts about a tensor or a value that the other checkpoint
-            lacks; a type's name; a value; a shape; a dtype; a layout; the number of saved elements; a content digest,
-            if digests tell.
+        a: The fact in the first checkpoint. The kind decides which: all facts about a tensor or a value that the other
+            checkpoint lacks; a type's name; a value, shape, dtype or layout; the number of saved elements; a content
+            digest, if digests tell.
         b: The fact in the second checkpoint.
         elements: How the elements differ, if they were read.
         reason: Why it is not known whether it differs.

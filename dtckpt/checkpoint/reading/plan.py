@@ -45,7 +45,7 @@ class StoredRows:
         count: Rows of the part.
         block: Rows of a block.
         wanted: First row, and row behind the last, that the only use of the part wants, if it wants whole rows as they
-            are stored; empty, if there are several uses, or the only use wants less than whole rows.
+            are stored. Empty if there are several uses, or the only use wants less than whole rows.
     """
 
     dim: int | None

@@ -128,8 +128,9 @@ def empty_beside(reference: torch.Tensor, shape: tuple[int, ...], dtype: torch.d
     """Allocate a DTensor of the kind of another one, ours or PyTorch's; it is not initialized.
 
     Args:
-        reference: The other one. If it has the same shape, and lies on the host where its mesh does not, as FSDP2's
-            offloaded parameters do, so does the new one, in the layout of the other one.
+        reference: The other one. A parameter that FSDP2 offloads lies on the host although its mesh does not. If the
+            reference is such a tensor of the same shape, the new tensor lies on the host, too, in the reference's
+            layout.
         shape: Global shape.
         dtype: Dtype.
         layout: A layout on the mesh of the other one.

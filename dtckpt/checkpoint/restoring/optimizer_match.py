@@ -7,9 +7,9 @@ The order of parameters, their division into groups, and the number of optimizer
 
 A parameter of the target may have several names, if it is tied. A saved parameter has the name of its tensor in the
 tree, or the name that the optimizer got with it, or only a number. The match runs in rounds, the surest name first: the
-name in the tree; this name without wrappers of modules; the name that the optimizer got; the name within the module.
-The last two rounds need a side without a name in the tree: different names in the tree are different parameters.
-Numbers match by position, if a side has no names.
+name in the tree; this name without wrappers; the name that the optimizer got; the name within the module. The last two
+rounds need a side without a name in the tree: different names in the tree are different parameters. Numbers match by
+position, if a side has no names.
 """
 
 from __future__ import annotations

@@ -43,10 +43,10 @@ class RestoreReport:
         cast: Tensors whose dtypes differ; converted.
         renamed: New name by name in the checkpoint.
         owners: How the parts of optimizers' states found their owners, by path: a parameter
-            (``optimizer/state/model/0.weight``), a group of parameters, or an option of a group. ``name``: by the name
-            of the parameter, or the names of the members; ``position``: by the order in which the optimizer has them;
-            ``default``: not saved, so the option keeps the value of the target's optimizer. Everything else in a tree
-            is found by its name.
+            (``optimizer/state/model/0.weight``), a group of parameters, or an option of a group. ``name`` is by the
+            name of the parameter, or the names of the members. ``position`` is by the order in which the optimizer has
+            them. ``default`` is an option that was not saved, and keeps the value of the target's optimizer. Everything
+            else in a tree is found by its name.
         unread: Files and notes of another library that dtckpt does not read; see `dtckpt.Checkpoint.unread`.
         refusal: The reason why nothing was restored; empty if all went well.
         phases: Cost of each phase on this client, by name: ``plan``, ``read`` (with digests), ``move`` (to devices and

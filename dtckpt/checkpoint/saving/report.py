@@ -17,9 +17,10 @@ class SaveReport:
     Args:
         path: The checkpoint.
         nbytes: Bytes of tensor data in it, from all clients.
-        phases: Cost of each phase on this client, by name: ``plan``; ``edges`` (handing over pieces of chunks that
-            shards of several clients share, where there are such chunks); ``write`` (with digests); ``merge`` (on the
-            leader, with the commit); and ``barrier``, the wait for the others, which is in no other phase.
+        phases: Cost of each phase on this client, by name: ``plan``, ``edges``, ``write`` (with digests), ``merge`` (on
+            the leader, with the commit), and ``barrier`` (the wait for the others). In ``edges`` clients hand over
+            pieces of chunks that several clients' shards share, where there are such chunks. No other phase includes
+            the wait.
     """
 
     path: Location

@@ -65,8 +65,8 @@ def save(
     one plain value. Tensors of one name on several slices of a mesh are one tensor.
 
     Collective: Over all clients of the job, or of ``group``; barriers ``save/begin``, ``save/written`` and
-    ``save/merged`` (and ``save/edges`` where unevenly nested shards share chunks; ``save/described`` and
-    ``save/united`` where clients pass different things for the first time). Every client returns, or every
+    ``save/merged``. Unevenly nested shards that share chunks need ``save/edges``, too; ``save/described`` and
+    ``save/united`` are added where clients pass different things for the first time. Every client returns, or every
     client raises the same error. After an error the path is unchanged; or, if a client was lost or storage failed
     during the commit, it holds the new checkpoint. The path never holds anything else.
 

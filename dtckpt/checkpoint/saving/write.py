@@ -1,7 +1,8 @@
 """Write one client's part of a planned save: its chunks, its share of the metadata, and its chunk list.
 
-A chunk whose owner does not hold all of it is put together: every other holder writes its pieces to a file for the
-owner (`ClientWriter.hand_over`), and after a barrier the owner reads them (`ClientWriter.write`). One client's folder::
+An owner that does not hold all of a chunk puts the chunk together. Every other holder writes its pieces to a file for
+the owner (`ClientWriter.hand_over`), and after a barrier the owner reads them (`ClientWriter.write`). One client's
+folder::
 
     client_3/
         edges_0        pieces of chunks that client 0 owns, in the plan's order, then a digest

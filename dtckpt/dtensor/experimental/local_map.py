@@ -42,8 +42,9 @@ def local_map(
     The returned function runs ``func`` once per local device, on the components there of the positional arguments.
     Arguments by name are passed on unchanged. Without a DTensor among the positional arguments, it just calls ``func``.
 
-    Collective: The returned function, over the mesh's clients, if a result is sharded (clients exchange shapes, so
-    uneven shards are right), if a result has no placements (they compare values), or if an argument is redistributed.
+    Collective: The returned function, over the mesh's clients, in three cases. A result is sharded (clients exchange
+    shapes, so uneven shards are right), a result has no placements (clients compare values), or an argument is
+    redistributed.
 
     Args:
         func: Takes and returns plain tensors, other values, and trees of these.

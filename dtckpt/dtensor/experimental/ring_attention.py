@@ -195,7 +195,7 @@ class RingAttention(torch.autograd.Function):
     """Attention of this client's queries to the keys of all clients.
 
     Query, key and value are of shape (batch, heads, length, features). In the backward pass keys and values go round
-    again, and their gradients follow them: each client adds its part and shifts them on, and the last shift brings them
+    again, and their gradients follow them. Each client adds its part and shifts them on; the last shift brings them
     home.
 
     Collective: Over the ring's clients, forward and backward.

@@ -11,7 +11,7 @@
                                plan.run  <------------------- _PLANS[key] = plan <--+ 3. replication
 
 The first run of a kind of call chooses layouts, which is slow; all later ones cost a look-up. So a plan may depend on
-nothing but the key. Of a float the key has the type, and whether it is zero or not finite: a learning rate that
+nothing but the key. Of a float the key has the type, and whether it is zero or not finite. So a learning rate that
 changes at every step makes no new plans, and rules must not read the number.
 """
 

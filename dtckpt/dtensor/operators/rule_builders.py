@@ -24,7 +24,7 @@ builder           the operator                               example
 ``dataclasses.replace`` sets the fields of a rule for which its builder has no parameter, as ``local``. `wrap_dim`,
 `unlabel_dims` and `drop_dim` help to write labels.
 
-`batched` and `from_labels` ask PyTorch for the shapes of results, by running the operator on meta tensors: a rule
+`batched` and `from_labels` ask PyTorch for the shapes of results, by running the operator on meta tensors. So a rule
 cannot get them wrong, and PyTorch refuses wrong arguments in its own words before anything moves.
 """
 

@@ -11,7 +11,7 @@ candidates are: leave a pending reduction pending, replicate, or shard one of th
     shard m         all-to-all          stays             split along m     all-to-all of the left operand
     shard k         stays               slice, for free   pending sum       all-reduce of the result, later
 
-Every client computes the choice by itself, from layouts and sizes alone, and all must get the same: ties go to the
+Every client computes the choice by itself, from layouts and sizes alone, and all must get the same. So ties go to the
 first candidate, and nothing here depends on values, on the client, or on time.
 """
 

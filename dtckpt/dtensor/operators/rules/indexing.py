@@ -1,6 +1,6 @@
 """Elements by index: ``index_select``, ``gather``, ``index``, ``take``, ``index_put``, ``scatter_add``, ``index_add``.
 
-Indices count within a dim, so that dim must be whole; only in ``index_select`` and ``gather`` may it be split: then
+Indices count within a dim, so that dim must be whole. Only in ``index_select`` and ``gather`` may it be split: then
 each device takes the elements of its component, and a sum over the devices completes the result (`masked_lookup`). All
 other dims may be split, also the dims of the indices.
 """

@@ -3,7 +3,7 @@
 All dims of pointwise losses may be split. Each device adds up the losses of its component; a mean divides by the global
 count, so uneven components do not matter.
 
-Of the negative log likelihood, for cross entropy, the class dim may be split, as in a model whose vocabulary is: each
+Of the negative log likelihood, for cross entropy, the class dim may be split, as in a model whose vocabulary is. Each
 device picks the scores of the targets that its component has, and a sum over the devices completes them. No scores are
 gathered.
 """
