@@ -75,7 +75,7 @@ def test_meeting_again_is_another_meeting(monkeypatch, poll_s):
 
 @pytest.mark.parametrize(
     ("missing", "match"),
-    [("MASTER_ADDR", "got no MASTER_ADDR"), ("MASTER_PORT", "got no MASTER_PORT"), ("RANK", "RANK: got nothing")],
+    [("MASTER_ADDR", "got no MASTER_ADDR"), ("MASTER_PORT", "got no MASTER_PORT"), ("RANK", "RANK: is not set")],
 )
 def test_a_variable_is_missing(monkeypatch, missing, match):
     variables = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -220,7 +220,7 @@ class Config(dict):
         (np.str_("x"), r"pass its item\(\)"),
         (np.longdouble(1), r"pass its item\(\)"),
         (np.ones(2).view(np.matrix), r"pass numpy.asarray\(…\) of it"),
-        (Loose.A | Loose(8), "no name of its own; pass its value"),
+        (Loose.A | Loose(8), "it has no name; pass its value"),
         (datetime.datetime(2000, 1, 1, tzinfo=ZoneInfo("UTC")), "pass astimezone"),
         (datetime.datetime(2000, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(0), "Z")), "pass astimezone"),
         (bytearray(b"x"), "expected a tensor, an array of numpy, a plain value"),

@@ -31,7 +31,7 @@ from dtckpt.checkpoint.saving.agree import (
 )
 from dtckpt.checkpoint.saving.construction import Construction, Merge, validate_target
 from dtckpt.checkpoint.saving.plan import SavePlan
-from dtckpt.checkpoint.saving.replica_check import validate_rules_used
+from dtckpt.checkpoint.saving.replica_rules import validate_rules_used
 from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.state import MemorySource, State, state_of_tree
 from dtckpt.checkpoint.saving.stored_dtypes import validate_all_used

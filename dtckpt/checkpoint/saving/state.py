@@ -20,7 +20,8 @@ from dtckpt.checkpoint.parameter_names import ParameterNames, named_state
 from dtckpt.checkpoint.per_client import ClientNumber, PerClient
 from dtckpt.checkpoint.rng_state import RngState
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, TensorSpec, copies_of, holdings_of
-from dtckpt.checkpoint.saving.replica_check import Replica, ReplicaRules, Role, Roles
+from dtckpt.checkpoint.saving.replica_check import Replica
+from dtckpt.checkpoint.saving.replica_rules import ReplicaRules, Role, Roles
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
 from dtckpt.checkpoint.saving.write import Source
 from dtckpt.checkpoint.shards import Shards, shard_marks, sharded_state

@@ -18,7 +18,8 @@ from dtckpt.checkpoint.leaves import dtype_name, host_array
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.saving import plan as saving_plan
 from dtckpt.checkpoint.saving.plan import SavePlan, TensorSpec
-from dtckpt.checkpoint.saving.replica_check import ReplicaRules, Role, log_differing, mismatch_error
+from dtckpt.checkpoint.saving.replica_check import log_differing, mismatch_error
+from dtckpt.checkpoint.saving.replica_rules import ReplicaRules, Role
 from dtckpt.checkpoint.saving.union import validate_same_kind
 from dtckpt.errors import SaveDisagreementError, TreeError
 from dtckpt.format import tree as trees
