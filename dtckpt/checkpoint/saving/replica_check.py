@@ -16,7 +16,7 @@ import numpy as np
 
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.saving.digests import TensorDigests
-from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Copies, SavePlan, TensorPlan
+from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, CopyRule, SavePlan, TensorPlan
 from dtckpt.errors import ReplicaMismatchError, capped
 from dtckpt.format.digest import Blocks, bytes_digest, digest_chunk
 from dtckpt.layout.region import Region
@@ -25,7 +25,7 @@ logger = logging.getLogger("dtckpt.checkpoint")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copy:
+class Replica:
     """A client's copy of a box, of which it may have several.
 
     Args:
@@ -78,7 +78,7 @@ def written_as_held(plan: TensorPlan, client: int) -> frozenset[int]:
 def copy_digests(
     plan: SavePlan,
     client: int,
-    copies_of: Callable[[TensorPlan, Region], Sequence[Copy]],
+    copies_of: Callable[[TensorPlan, Region], Sequence[Replica]],
     written: Mapping[int, TensorDigests],
 ) -> Iterator[checkpoint_pb2.CopyDigest]:
     """Compare a client's copies with each other, and yield the digests of the boxes that other clients hold, too.
@@ -93,7 +93,7 @@ def copy_digests(
         ReplicaMismatchError: Two of its copies differ.
     """
     for position, item in enumerate(plan.tensors):
-        if item.spec.copies is Copies.FREE:
+        if item.spec.copies is CopyRule.FREE:
             continue
         # A chunk that was written as it lies in memory need not be digested again.
         is_same = item.spec.stored_dtype == item.spec.dtype and position in written
@@ -108,7 +108,7 @@ def copy_digests(
                 _copy_digest(item, holding.region, copy, {} if number else chunk_digests)
                 for number, copy in enumerate(copies)
             ]
-            if len(set(digests)) > 1 and item.spec.copies is Copies.EQUAL:
+            if len(set(digests)) > 1 and item.spec.copies is CopyRule.EQUAL:
                 raise ReplicaMismatchError(
                     f"copies of {holding.region} of tensor {item.spec.name!r} differ between the devices of client "
                     f"{client}"
@@ -142,7 +142,7 @@ def log_differing(names: Iterable[str]) -> None:
         )
 
 
-def _copy_digest(plan: TensorPlan, box: Region, copy: Copy, written: Mapping[int, int]) -> int:
+def _copy_digest(plan: TensorPlan, box: Region, copy: Replica, written: Mapping[int, int]) -> int:
     """Return the digest of a copy of a box, made of the digests of its parts."""
     by_chunk = {**copy.digests, **{number: digest for number, digest in written.items() if number not in plan.pieces}}
     if copy.elements is not None:
