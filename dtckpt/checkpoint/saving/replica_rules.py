@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dtckpt.checkpoint.options import SaveOptions
-from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Copies, SavePlan
+from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, CopyRule, SavePlan
 from dtckpt.errors import ConfigError, capped
 
 _STATISTICS = (
@@ -128,9 +128,9 @@ class ReplicaRules:
     def __init__(self, options: SaveOptions) -> None:
         self._rules = options.replica_rules
 
-    def choose(self, name: str, role: Role) -> Copies:
+    def choose(self, name: str, role: Role) -> CopyRule:
         """Return the rule for different copies of a tensor."""
         chosen = next((is_equal for pattern, is_equal in self._rules if fnmatchcase(name, pattern)), None)
         if chosen is None:
-            return Copies.NOTED if role.may_differ else Copies.EQUAL
-        return Copies.EQUAL if chosen else Copies.FREE
+            return CopyRule.NOTED if role.may_differ else CopyRule.EQUAL
+        return CopyRule.EQUAL if chosen else CopyRule.FREE
