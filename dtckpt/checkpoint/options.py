@@ -41,8 +41,9 @@ class SaveOptions:
             differ are refused. Buffers of modules under DDP or FSDP2, and the running statistics of BatchNorm and
             InstanceNorm in any module, may differ. The lowest client's copy is saved, and one line of the log names
             them. By glob on names, as ``{"*/running_*": False, "*/mask": True}``, another rule: False saves the lowest
-            client's copy and compares nothing, True refuses copies that differ. The first match wins. ``False`` alone
-            compares nothing at all.
+            client's copy and compares nothing, True refuses copies that differ. The first match wins. Plain ``False``
+            compares nothing: each chunk comes from the client that writes it, so a tensor whose copies differ may mix
+            them.
         content_digest: Store a digest of every tensor's elements, independent of its layout; see
             `TensorInfo.content_digest`.
         staging_nbytes: Bound on the bytes of copies that wait to be written by `dtckpt.save_async`, beside three
