@@ -51,8 +51,8 @@ def plan_path(
         source: The layout before.
         target: The layout after.
         shape: Global shape.
-        is_native: Whether exchanges may run as collectives of the communication library, as on GPUs; a reduction is
-            then one all-reduce.
+        is_native: Whether exchanges run as collectives of the communication library where they can, as on GPUs. Then
+            a path that only reduces is a single exchange, an all-reduce.
         is_rounded: Whether averages are rounded, as averages of integers are.
     """
     new = [axis for axis in target.partial if axis not in kept_axes(source, target)]

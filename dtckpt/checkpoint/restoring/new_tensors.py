@@ -128,8 +128,8 @@ def empty_beside(reference: torch.Tensor, shape: tuple[int, ...], dtype: torch.d
     """Allocate a DTensor of the reference's kind, ours or PyTorch's; it is not initialized.
 
     One of ours lies on the devices of its mesh. One of PyTorch's lies where the reference lies, or on the mesh's device
-    if the reference is on the meta device. FSDP2 may have offloaded such a reference to the host although its mesh is
-    not there. If the shapes are equal then, the new tensor has the reference's layout, and ``layout`` is ignored.
+    if the reference is on the meta device. FSDP2 may have offloaded such a reference to the host, while its mesh is of
+    GPUs. If the shapes are equal then, the new tensor has the reference's layout, and ``layout`` is ignored.
 
     Args:
         reference: The other DTensor.
