@@ -295,7 +295,7 @@ def own_array(memory: torch.Tensor) -> np.ndarray[Any, Any] | None:
 
 
 def is_elsewhere(memory: torch.Tensor) -> bool:
-    """Whether a tensor's elements are not in host memory, or not as they are: conjugated or negated lazily."""
+    """Whether a tensor's elements are not in host memory, or a conjugation or negation of them is pending."""
     return not memory.is_cpu or memory.is_conj() or memory.is_neg()
 
 

@@ -41,8 +41,9 @@ class SaveOptions:
             differ are refused. Buffers of modules under DDP or FSDP2, and the running statistics of BatchNorm and
             InstanceNorm in any module, may differ. The lowest client's copy is saved, and one line of the log names
             them. By glob on names, as ``{"*/running_*": False, "*/mask": True}``, another rule: False saves the lowest
-            client's copy and compares nothing, True refuses copies that differ. The first match wins. ``False`` alone
-            compares nothing at all.
+            client's copy and compares nothing, True refuses copies that differ. The first match wins. Plain ``False``
+            compares nothing. Such buffers are then saved as above; each chunk of any other tensor comes from the client
+            that writes it, so the saved tensor may mix copies that differ.
         content_digest: Store a digest of every tensor's elements, independent of its layout; see
             `TensorInfo.content_digest`.
         staging_nbytes: Bound on the bytes of copies that wait to be written by `dtckpt.save_async`, beside three
@@ -97,7 +98,7 @@ class RestoreOptions:
     Args:
         cast: The dtype conversions that are allowed: none (``exact``), only conversions that keep every value
             (``lossless``), or ``any``.
-        allow_missing: Leave tensors and values of the target as they are if the checkpoint has none for them.
+        allow_missing: Leave tensors and values of the target unchanged if the checkpoint lacks them.
         allow_unexpected: Pass over tensors and values of the checkpoint that the target does not ask for.
         strict: ``names`` refuses items that find their owner by anything but a name: the state of an optimizer by
             position, and options of its groups that the checkpoint lacks. By default these are in

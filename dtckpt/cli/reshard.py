@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dtckpt.cli.reshard_progress import Reporter
 
 PART_NBYTES = 4 << 30
-"""Bytes of a part of a large checkpoint, at least."""
+"""About the largest part of a checkpoint of up to `MAX_PARTS` parts; a larger checkpoint has larger parts."""
 MAX_PARTS = 16
 """Each part plans the whole work again."""
 

@@ -228,7 +228,7 @@ class TaskStatus:
         heartbeat_age_s: Seconds since its last heartbeat; None: not known.
         progress_age_s: Seconds since its progress last changed; None: not known.
         host: Name of its host; empty: not known.
-        name: Its full task name, as of `dtckpt.full_job_name`.
+        name: Its full task name, as `dtckpt.full_job_name` returns it.
     """
 
     client: int

@@ -54,7 +54,7 @@ def connect(
         env: Environment variables; default: the process's variables.
         coordinator: ``host:port``; default: as the environment says.
         heartbeat_timeout_s: Silence after which a client counts as lost, in seconds; default: as the environment says.
-        fallback: As of `initialize_multi_client`; default: as the environment says.
+        fallback: As for `initialize_multi_client`; default: as the environment says.
 
     Raises:
         ConfigError: A variable has a value that cannot be used, or the clients have no place to meet.

@@ -58,9 +58,9 @@ def pack(
     A component that is on its device already, or on the meta device, shares memory with the result.
 
     Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``, if the mesh spans several clients:
-    they exchange shapes and dtypes, and raise the same error. Otherwise no communication, and the others raise the
-    error of one client in their next call.
-    Without ``run_check`` they exchange them once for components of the same shapes, dtype and layout.
+    they exchange shapes and dtypes, and raise the same error. Otherwise the call sends nothing; if it fails on one
+    client, the others raise that error in their next collective call.
+    Without ``run_check``, clients exchange these facts once for components of the same shapes, dtype and layout.
     If the components of only some clients change later, the next exchange raises LayoutError on all clients; pass
     ``shape`` where that may happen.
 

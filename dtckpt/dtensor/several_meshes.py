@@ -36,7 +36,7 @@ def _meshes_of(tensors: Iterable[Any]) -> list[Mesh]:
 
 
 def _to_mesh(tensors: Sequence[torch.Tensor], mesh: Mesh | None) -> list[torch.Tensor]:
-    """Return tensors replicated on a mesh, or for None whole as plain tensors; plain ones stay as they are.
+    """Return tensors replicated on a mesh, or whole as plain tensors if it is None; return plain tensors unchanged.
 
     Collective: As `redistribute_all`, over the clients of all meshes.
     """

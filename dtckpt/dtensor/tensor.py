@@ -214,12 +214,13 @@ class DTensor(torch.Tensor):
         """Return the DTensor of which each client's ``local_tensor`` is a component. Differentiable.
 
         Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``: they exchange shapes, and with
-        ``run_check`` values. Otherwise all make the call all the same, and the others raise an error of one client in
-        their next call.
+        ``run_check`` values. Otherwise the call sends nothing, but every client must still make it. If it fails on one
+        client, the others raise that error in their next collective call.
 
         Args:
             local_tensor: This client's component, which shares memory with the result, unless ``run_check`` replaces
-                it. A client outside the mesh passes one like the others'; the result has none there.
+                it. A client outside the mesh passes a tensor of the same shape and dtype; the result has no component
+                there.
             device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
             placements: One per mesh axis; None means replicated.
             run_check: Compare shapes, dtypes and ``requires_grad`` on all clients, then give every copy the values of
@@ -228,7 +229,8 @@ class DTensor(torch.Tensor):
                 mesh takes the shards to be even.
             stride: Strides of the global tensor. Without it they follow from the components if ``shape`` is None; with
                 ``shape`` they are the strides of a contiguous tensor.
-            grad_placements: Placements of the component's gradient; default the tensor's, with Replicate for Partial.
+            grad_placements: Placements of the component's gradient. Default: the tensor's placements, in which
+                Replicate takes the place of Partial.
 
         Raises:
             ComponentError: Components do not fit each other, the layout or ``shape``, or clients give other placements.
@@ -251,7 +253,8 @@ class DTensor(torch.Tensor):
         result has a method ``wait``, which returns it.
 
         Args:
-            grad_placements: Placements of the component's gradient; default the tensor's, with Replicate for Partial.
+            grad_placements: Placements of the component's gradient. Default: the tensor's placements, in which
+                Replicate takes the place of Partial.
 
         Raises:
             ComponentError: This client has several devices in the mesh; `unpack` gives all components.
@@ -293,8 +296,8 @@ class DTensor(torch.Tensor):
 
         The result is a new tensor, which shares memory with this tensor if nothing moves and the dtype stays.
 
-        Collective: Over the clients of both meshes. Clients send nothing if nothing changes or every client holds the
-        whole tensor, and all make the call all the same.
+        Collective: Over the clients of both meshes. The call sends nothing if nothing changes, or if every client
+        holds the whole tensor; but every client must still make it.
 
         Args:
             device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the present one.

@@ -98,7 +98,7 @@ class TensorParts(dict[str, Any]):
 
     @classmethod
     def of(cls, value: Any) -> TensorParts:
-        """Return the parts of a tensor that `has_parts`; `TensorParts` as they are."""
+        """Return the parts of a tensor that `has_parts`; `TensorParts` unchanged."""
         if isinstance(value, cls):
             return value
         names, context = value.__tensor_flatten__()

@@ -43,7 +43,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 `zarr_data_type`."""
 
 STORED_AS = {"float32": ("bfloat16", "float32")}
-"""By a tensor's dtype, the dtypes that it may be rounded to on storage; other tensors are stored as they are. bfloat16
+"""By a tensor's dtype, the dtypes that it may be rounded to on storage; other tensors are stored unchanged. bfloat16
 has the exponents of float32, so rounding, to nearest even, makes only magnitudes above 3.396e38 infinite."""
 
 _finfo: Any = ml_dtypes.finfo

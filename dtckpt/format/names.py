@@ -23,14 +23,14 @@ _OWN = r"dtckpt\.manifest|manifest\.ocdbt|d|client_\d+|zarr\.json|edges|\.metada
 _RESERVED = re.compile(f"{_OWN}|__.*", re.DOTALL)
 _SAFE = "!$'()+,;=@[]{}^&~ #"
 _PLAIN = re.compile(f"[A-Za-z0-9_.~{re.escape(_SAFE)}-]*")
-"""Segments that percent-encoding leaves as they are."""
+"""Segments that percent-encoding leaves unchanged."""
 _CONTROL = re.compile("[\0-\x1f\x7f]")
 _LOCK_SUFFIX = ".__lock"
 """End of names that TensorStore's file driver refuses: it keeps them for its own lock files."""
 _SPECIAL = rf"__|(?:{_OWN}|\.\.?|[^/]*{re.escape(_LOCK_SUFFIX)})(?:/|\Z)"
 _COMMON_SEGMENT = rf"(?!{_SPECIAL})[A-Za-z0-9_.-]{{1,{MAX_SEGMENT_BYTES}}}"
 _COMMON = re.compile(f"{_COMMON_SEGMENT}(?:/{_COMMON_SEGMENT})*")
-"""Matches only names that are valid and stored as they are: most of them, not all. A match spares the full check."""
+"""Matches only names that are valid and stored unchanged: most of them, not all. A match spares the full check."""
 _SEGMENTS_OF_KEYS = {"": "%", ".": "%2E", "..": "%2E%2E"}
 DCP_METADATA_NAME = ".metadata"
 """The file by which PyTorch finds a distributed checkpoint. The plug-in for PyTorch also writes this file beside

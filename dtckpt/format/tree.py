@@ -1,7 +1,7 @@
 """State trees: nested containers of tensors and plain values, and their JSON form.
 
-A tree is saved as its tensors, whose names are their keys (as of `dtckpt.format.names.name_of_key`) joined with ``/``,
-plus one JSON document that holds the structure and the plain values::
+A tree is saved as its tensors, whose names are their keys (each as `dtckpt.format.names.name_of_key` returns it) joined
+with ``/``, plus one JSON document that holds the structure and the plain values::
 
     {"model": {"w": tensor}, "step": 7}   ->   tensor model/w, and
     {"dict": [["model", {"dict": [["w", {"tensor": "model/w"}]]}], ["step", {"value": 7}]]}

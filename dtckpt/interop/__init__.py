@@ -1,8 +1,8 @@
-"""Other libraries, each by the names that are for it.
+"""Adapters for other libraries. Each item names the library, and the functions or classes for it.
 
 * `to_torch` and `from_torch` share the memory of tensors with PyTorch's DTensors.
 * `DtckptStorageWriter` and `DtckptStorageReader` are for `torch.distributed.checkpoint`.
-* `CheckpointStore` is a store of zarr-python, which also gets data types.
+* `CheckpointStore` is a read-only store for zarr-python. Making one also registers bfloat16 and the float8 data types.
 * `DtckptCheckpointIO` and `DtckptModelParallelStrategy` are for Lightning.
 * `resize_loader` deals the positions of torchdata's ``StatefulDataLoader`` out to another number of clients.
 * `DtckptTrainer` is a ``Trainer`` of Hugging Face; `accelerator_state` is the state of an ``Accelerator``.

@@ -66,7 +66,8 @@ def clients_of_line(mesh: Mesh, axis: int) -> tuple[int, ...]:
         axis: Position of the axis.
 
     Raises:
-        MeshError: This client has no device in the mesh, or its devices are on lines of different clients.
+        MeshError: This client has no device in the mesh, or the lines through its devices have different sets of
+            clients.
     """
     # The axis last: then the other coordinates of a device are the index of its line.
     owners = np.moveaxis(mesh.owners, axis, -1)

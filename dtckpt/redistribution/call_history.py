@@ -12,7 +12,7 @@ among two or more of these clients raises. Calls cannot correspond if
 * a client had returned from the call before it heard of the disagreement, as it needed nothing from the others;
 * a client did not come to the call (`dtckpt.redistribution.watcher`);
 * a client failed outside of a numbered call, as in an operator, and then asks for the same redistribution as the others
-  did when they raised its error: it may be the very same call;
+  did when they raised its error: both may be one call;
 * the assumptions of clients differ: calls that change a layout without a message, and calls among larger groups, which
   go into a digest;
 * a call was broken off: a client is gone, a wait timed out, the program was interrupted.

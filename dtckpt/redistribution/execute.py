@@ -330,7 +330,7 @@ class LocalRedistribution:
         into: As for `Redistribution`.
 
     Attributes:
-        components: As of `Redistribution`.
+        components: As in `Redistribution`.
     """
 
     def __init__(
@@ -362,7 +362,7 @@ class EnqueuedRedistribution:
         gpus: See `_gpus`.
 
     Attributes:
-        components: As of `Redistribution`.
+        components: As in `Redistribution`.
     """
 
     def __init__(

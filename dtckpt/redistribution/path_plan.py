@@ -44,13 +44,15 @@ def plan_path(
 ) -> Path:
     """Return the layouts that a tensor goes through after ``source``, up to the target's sharding.
 
-    Reductions that are pending in the target only are not part of the path: terms are made of the result.
+    The path leaves out the reductions that are pending in the target only. The caller makes their terms afterwards,
+    from the path's result.
 
     Args:
         source: The layout before.
         target: The layout after.
         shape: Global shape.
-        is_native: Whether one call of the communication library reduces a tensor for all clients.
+        is_native: Whether exchanges run as collectives of the communication library where they can, as on GPUs. Then
+            a path that only reduces is a single exchange, an all-reduce.
         is_rounded: Whether averages are rounded, as averages of integers are.
     """
     new = [axis for axis in target.partial if axis not in kept_axes(source, target)]

@@ -131,7 +131,10 @@ class Memory:
         job.open[barrier.barrier_id] = self.barriers[barrier.barrier_id] = barrier
 
     def make_room(self, job: Job, nbytes: int, what: str = "") -> None:
-        """Forget verdicts until so many more bytes of a job fit: first its own, then the owner's, then others'.
+        """Forget verdicts until so many more bytes of a job fit.
+
+        There are two limits. For the owner's quota, verdicts of this job go, then verdicts of the owner's other jobs.
+        For the bound of all owners together, verdicts of the largest owners go, of each owner only beyond its share.
 
         Args:
             job: The job.

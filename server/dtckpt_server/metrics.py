@@ -58,7 +58,7 @@ class Metrics:
     more series for them, if there is room. Events without room for their series are counted for `OTHERS`.
 
     Args:
-        rules: Returns the rules as they are.
+        rules: Returns the current rules.
         version: Of the coordinator.
         clock: Monotonic seconds, as the rules are given.
     """

@@ -142,7 +142,7 @@ class Pages:
 
     Args:
         where: Host and port; port 0 takes any free one.
-        rules: Returns the rules as they are.
+        rules: Returns the current rules.
         loop: The coordinator's.
         clock: Monotonic seconds, as the rules are given.
 

@@ -80,7 +80,7 @@ class FileWriter:
         checkpoint: The source.
         folder: The folder that the files are written to.
         budget: See `FileBudget`.
-        progress: See `Progress`; called with the new names.
+        progress: Called for each part that was read, with the tensor's name in the new file and the bytes of the part.
     """
 
     def __init__(

@@ -10,8 +10,8 @@ fields, and never imports their classes (`dtckpt.checkpoint.foreign.pickle_synta
 Each item is a stream of ``torch.save`` within one of the ``.distcp`` files, and holds one chunk or one plain value.
 
 PyTorch flattens a state dict before it saves it, so the metadata have the path of each leaf only. `structure_of` makes
-the state tree of them. A key of a dict becomes a string in a path, a position in a list an int. Dicts and lists that
-hold nothing leave no trace; in a list None takes their place::
+the state tree of them. A key of a dict becomes a string in a path, a position in a list an int. Empty dicts and lists
+have no path, so they are lost. Where a list lacks a position, `structure_of` puts None::
 
     ("model", "w")  ("steps", 0)  ("steps", 2)     ->    {"model": {"w": …}, "steps": [… , None, …]}
 """
@@ -96,7 +96,7 @@ class DcpMetadata:
 
     Args:
         tensors: The tensors, by their flattened names.
-        values: The items of plain values, by their flattened names.
+        values: By flattened name, where each plain value is stored.
         paths: The path in the state dict by flattened name; of all tensors and values.
         refused: By flattened name, why a tensor or a value cannot be read.
         files: Names of the files that hold items.

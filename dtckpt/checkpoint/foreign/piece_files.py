@@ -351,7 +351,7 @@ class _SpanRead:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the bytes go to the target as they are."""
+        """Whether the bytes go to the target without a conversion."""
         return self.span.is_dense and self.target.dtype == self.dtype and self.target.flags.c_contiguous
 
     def deliver(self, data: memoryview) -> None:

@@ -56,7 +56,7 @@ def newest_first(saved: Saved, held: Collection[HeldSave]) -> list[Candidate]:
         nonlocal smallest
         is_abandoned = smallest is not None and step >= smallest and (save is not None or step > smallest)
         smallest = step if smallest is None else min(step, smallest)
-        # A save that is lost says all the same that its run went back.
+        # A save that is lost still tells that its run went back.
         if save is None or save.is_restorable:
             found.append(Candidate(step, save.save.name if save else "", is_abandoned))
 

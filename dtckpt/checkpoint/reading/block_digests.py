@@ -1,7 +1,8 @@
 """Read the digests of blocks, by which a part of a chunk is verified.
 
-Every client that wrote chunks left one file with the digests of the blocks of all its chunks, in the order of the
-manifest. The manifest tells which client wrote which chunk, so a reader can compute the position of any digest::
+Every client that wrote chunks of several blocks left one file with the digests of these blocks, in the order of the
+manifest. A chunk of one block has no entry: its digest is in the manifest. The manifest tells which client wrote which
+chunk, so a reader can compute the position of any digest::
 
     client_3/dtckpt.blocks     | chunk 0 of "a": 4 digests | chunk 5 of "a": 4 digests | chunk 0 of "b": 2 digests | ...
 

@@ -68,7 +68,7 @@ def is_small(read: ChunkRead) -> bool:
 
 
 def small_memory(read: ChunkRead) -> np.ndarray[Any, Any]:
-    """Return the memory that a small chunk is read to: its only target, if it wants the bytes as they are, or new."""
+    """Return the memory that a small chunk is read to: its only target, if it needs no conversion, or new memory."""
     entry, part, target = read.entry, read.part, read.targets[0]
     is_wanted = part.rows.wanted == (0, part.rows.count) and target.flags.c_contiguous
     if is_wanted and target.dtype == DTYPES[entry.stored_dtype]:
@@ -164,7 +164,7 @@ class BlockReader:
         if first == last or target.dtype != DTYPES[self._entry.stored_dtype] or not target.flags.c_contiguous:
             return None
         rows = self._part.rows
-        # Short reads go straight to the destination all the same.
+        # Short reads go straight to the destination, also where its alignment is slow.
         if rows.nbytes >= COPIED_NBYTES:
             position = self._value.start + rows.start + first * rows.row_nbytes
             if is_slow(target.ctypes.data, position):

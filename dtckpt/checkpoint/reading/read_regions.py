@@ -52,7 +52,7 @@ from dtckpt.storage.zarr_tensorstore import allocate_elements
 LOCAL_IN_FLIGHT_NBYTES = 8 << 20
 """Bound, per thread, on the bytes of chunks that are read at one time from this machine's storage.
 
-Two larger chunks may be under way all the same. A higher bound is slower: the bytes should still be in the processor's
+Two larger chunks may nevertheless be under way. A higher bound is slower: the bytes should still be in the processor's
 cache when they are digested and delivered.
 """
 REMOTE_IN_FLIGHT_NBYTES = 64 << 20
@@ -251,7 +251,7 @@ class RegionReader:
             stop = part.rows.start + part.rows.nbytes
             read.handle = self._reader.start_span(entry.path, part.index, part.rows.start, stop)
             return
-        # Storage fills a whole chunk: the destination itself, if it is the only one and wants the elements as they are.
+        # Storage fills a whole chunk: the destination itself, if it is the only one and needs no conversion.
         first, *more = read.targets
         is_fit = first.shape == part.box.shape and first.dtype == DTYPES[entry.stored_dtype]
         read.is_direct = is_fit and first.flags.aligned and not more

@@ -1,7 +1,7 @@
 """`MetaTensors`: memory for a target's tensors on the meta device, which have a shape but no elements.
 
-A restore allocates their memory, and fills it. When all is filled, the tensors of modules become tensors with that
-memory: the very same objects, so optimizers keep their parameters, and tied tensors stay tied. In a dict, new tensors
+A restore allocates their memory, and fills it. When all is filled, the tensors of modules get that memory and stay the
+same Python objects, so optimizers keep their parameters, and tied tensors stay tied. In a dict, new tensors
 take their place.
 """
 

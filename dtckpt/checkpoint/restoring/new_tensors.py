@@ -125,15 +125,17 @@ def empty_dtensor(
 
 
 def empty_beside(reference: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> torch.Tensor:
-    """Allocate a DTensor of the kind of another one, ours or PyTorch's; it is not initialized.
+    """Allocate a DTensor of the reference's kind, ours or PyTorch's; it is not initialized.
+
+    One of ours lies on the devices of its mesh. One of PyTorch's lies where the reference lies, or on the mesh's device
+    if the reference is on the meta device. FSDP2 may have offloaded such a reference to the host, while its mesh is of
+    GPUs. If the shapes are equal then, the new tensor has the reference's layout, and ``layout`` is ignored.
 
     Args:
-        reference: The other one. A parameter that FSDP2 offloads lies on the host although its mesh does not. If the
-            reference is such a tensor of the same shape, the new tensor lies on the host, too, in the reference's
-            layout.
+        reference: The other DTensor.
         shape: Global shape.
         dtype: Dtype.
-        layout: A layout on the mesh of the other one.
+        layout: A layout on the reference's mesh.
     """
     if not torch_interop.is_torch_dtensor(reference):
         return empty_dtensor(shape, dtype, layout)

@@ -63,7 +63,8 @@ def parameters_of_groups(groups: Any, names: Sequence[tuple[str, ...]] | None = 
 
     Args:
         groups: ``param_groups`` of its state.
-        names: The names of each parameter in the tree; default: its key, where that is a name in the tree.
+        names: For each parameter, in the order of the groups, its names in the state tree. Default: its key, if the key
+            is a string and not the name that the optimizer got with the parameter; else none.
     """
     keys = [(key, number) for number, group in enumerate(groups) for key in group["params"]]
     own = own_names_of(groups)

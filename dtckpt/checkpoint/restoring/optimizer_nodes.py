@@ -51,8 +51,8 @@ class RewrittenState:
         renamed: Name in the target by the name in the checkpoint, of the tensors where they differ.
         missing: Paths of the parameters that the checkpoint lacks.
         owners: Rule by path of a part of the state.
-        kept_state: Keys of the parameters whose state stays as it is.
-        kept_options: For each group, the options that stay as they are.
+        kept_state: Keys of the parameters whose state in the target stays.
+        kept_options: For each group, the options that keep the target's value.
     """
 
     node: Node

@@ -40,7 +40,7 @@ from dtckpt.layout.mesh import Mesh
 from dtckpt.redistribution.execute import plan_redistribution, redistribute_into, report_error
 
 MIN_NBYTES = 1 << 20
-"""Smaller tensors are read by each client: they take one request to storage, or one message, all the same."""
+"""Each client reads smaller tensors itself: to share one would replace one request to storage by one message."""
 MIN_READS = 1.5
 """How often each byte would be read, over all clients, at least, for sharing to pay."""
 MAX_NBYTES = 192 << 20

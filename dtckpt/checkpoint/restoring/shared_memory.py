@@ -17,11 +17,11 @@ from dtckpt.errors import LayoutError
 NamedLeaf = tuple[str, Leaf]
 """A tensor's name in the checkpoint, and the memory that it is restored to."""
 TiedLeaf = tuple[str, str, Leaf]
-"""A name, the name of another tensor with the very same memory, and that memory."""
+"""A name, the name of another tensor that has the same memory, and that memory."""
 
 
 def split_tied(leaves: Sequence[NamedLeaf]) -> tuple[list[NamedLeaf], list[TiedLeaf]]:
-    """Separate the tensors to be filled from those that are further names of the very same memory.
+    """Separate the tensors to be filled from further names for the same memory.
 
     Returns:
         The tensors to be filled, and the tied ones.

@@ -291,7 +291,7 @@ class Scope:
         is_numbered: Its keys number the parameters of a single group, most likely in the order of the model's tensors.
         fixed: The storages of modules that the object holds; their tensors neither come, go nor change their shape.
         by_key: The scopes of items, where they differ from `inner`.
-        keeps: Keys of items that stay as they are where they were not saved.
+        keeps: Keys of items that keep the target's value if the checkpoint lacks them.
         fills: Whether an empty container takes the saved items.
     """
 
@@ -378,7 +378,7 @@ def keys_of_other_ranks(own: Iterable[Any], saved: Iterable[Any]) -> set[Any]:
 
 
 def keep_defaults(scope: Scope, state: frozenset[Any], options: Sequence[frozenset[str]]) -> Scope:
-    """Return the scope of an optimizer's state in which some parts stay as they are.
+    """Return the scope of an optimizer's state in which some parts keep the target's value if they were not saved.
 
     Args:
         scope: The scope without them.

@@ -32,7 +32,7 @@ def unwrapped(key: str) -> str:
 def match_unwrapped(wanted: Iterable[Hashable], saved: Iterable[Hashable]) -> dict[Any, Any]:
     """Return the saved key for each wanted key that only wrappers tell from it.
 
-    Keys that are saved as they are wanted are left out. Several keys, wanted or saved, that are equal without the names
+    A wanted key that was saved unchanged is left out. Several keys, wanted or saved, that are equal without the names
     of wrappers are left out, too: they are ambiguous.
     """
     saved = list(saved)

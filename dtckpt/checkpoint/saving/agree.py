@@ -9,7 +9,7 @@ which every client reads once; the local tier by a server on each client::
     client_0/tree.json           the plain values of clients 0, 1, ...
     client_4/description.json    the tensors of clients 4, 5, ...
 
-The plan of such a union is kept. When the very same clients save the same structures again, they exchange no
+The plan of such a union is kept. When each client saves the same structure again, the clients exchange no
 descriptions: all say in their first round that they have the plan. Only the leader reads the trees then, as it merges.
 """
 
@@ -38,7 +38,7 @@ TREE_NAME = "tree.json"
 MAX_PATH_CHARS = 250
 
 Groups = Mapping[int, tuple[int, ...]]
-"""The clients, ascending, that have the very same text, by its digest; see `Agreement`."""
+"""Digest of a text -> the clients that have this text, ascending; see `Agreement`."""
 Texts = Mapping[tuple[int, ...], bytes]
 """The different texts, by the clients that have each, the lowest client first."""
 ReadText = Callable[[str, int, int], bytes]
@@ -152,8 +152,8 @@ class Agreement:
 
     Args:
         token: The attempt's token.
-        descriptions: The clients, ascending, that have the very same description, by its digest.
-        trees: The clients, ascending, that have the very same tree, by its digest.
+        descriptions: Digest of a description -> the clients that have this description, ascending.
+        trees: Digest of a tree -> the clients that have this tree, ascending.
         union: The key of the union of the descriptions.
         is_known: Whether all clients have planned this union before.
     """
@@ -310,13 +310,13 @@ def _plan_if_same(state: State, clients: tuple[int, ...], options: SaveOptions) 
 
 
 def put_text(attempt: CommitAttempt, client: int, name: str, groups: Groups, data: bytes) -> None:
-    """Write a client's description or tree for the others, if it is the first of those that have the very same.
+    """Write a client's description or tree for the others, if it is the first client that has this text.
 
     Args:
         attempt: The attempt.
         client: This client.
         name: `DESCRIPTION_NAME` or `TREE_NAME`.
-        groups: Who has the very same.
+        groups: The clients that have each text.
         data: The text.
     """
     # All clients have the same groups, so each text has one writer.

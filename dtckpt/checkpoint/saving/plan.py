@@ -254,7 +254,7 @@ def copies_of(clients: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Holding
 
 @lru_cache(maxsize=KEPT_STRUCTURES)
 def kept_plan(specs: tuple[TensorSpec, ...], max_chunk_nbytes: int) -> SavePlan:
-    """Return `plan_save` of these specs; it is kept, and found again when the very same specs are saved again."""
+    """Return `plan_save` of these specs, and keep it: a later save of the same spec objects gets it again."""
     return plan_save(specs, max_chunk_nbytes)
 
 

@@ -137,7 +137,7 @@ _Described = tuple[str, tuple[int, ...], str, bool, Layout | None, str, Role]
 
 @lru_cache(maxsize=KEPT_STRUCTURES)
 def _specs(tensors: tuple[_Described, ...], options: SaveOptions, clients: tuple[int, ...]) -> tuple[TensorSpec, ...]:
-    """Return the specs of the tensors: the very same objects for the same structure, so that its kept plan is found."""
+    """Return the specs of the tensors: the same objects each time for one structure, so `kept_plan` finds its plan."""
     specs: list[TensorSpec] = []
     rules, replica_rules, codec = StoredDtypes(options), ReplicaRules(options), options.codec or NO_CODEC
     for name, shape, dtype, save_as_bf16, layout, slice_text, role in tensors:

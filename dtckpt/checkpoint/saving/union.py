@@ -112,7 +112,7 @@ def _kind_of_json(kind: Sequence[Any], meshes: Sequence[Mesh]) -> TensorSpec:
 
 @lru_cache(maxsize=KEPT_STRUCTURES)
 def described(specs: tuple[TensorSpec, ...], values: tuple[str, ...]) -> tuple[bytes, int]:
-    """Return the text of a description and its digest; they are kept for later saves of the very same specs."""
+    """Return the text of a description and its digest; they are kept for later saves of the same spec objects."""
     data = Description(specs, values).to_bytes()
     return data, bytes_digest(data)
 
@@ -172,7 +172,7 @@ def passed_by_all(specs: tuple[TensorSpec, ...], clients: Clients) -> tuple[Tens
         # Tensors that are alike share one tuple of holdings, so each tuple is looked at once.
         if id(spec.holdings) not in kept:
             kept[id(spec.holdings)] = all(everyone.issuperset(holding.clients) for holding in spec.holdings)
-    # The usual case, in which the specs stay the very same objects.
+    # The usual case: only these clients hold boxes, and the specs stay the same objects.
     return specs if all(kept.values()) else unite({clients: Description(specs, ())})
 
 

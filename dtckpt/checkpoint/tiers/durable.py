@@ -73,7 +73,7 @@ class DurableWriter:
         extra_files: Mapping[str, bytes],
         then: Callable[[SaveHandle], object],
     ) -> SaveHandle:
-        """Begin to write a step. Collective: over all clients, in the background; barriers as of `dtckpt.save`.
+        """Begin to write a step. Collective: over all clients, in the background; barriers as in `dtckpt.save`.
 
         Args:
             path: Where the checkpoint will be.

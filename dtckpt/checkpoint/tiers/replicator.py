@@ -8,8 +8,8 @@ still has to send an agreed save, all send this one, and no newer save takes its
     client 0    agreed   waits    (left out)        agreed            ...
     client 1    agreed   sends    waits    (left out) agreed          ...
 
-A host that does not take copies gets the next save's all the same; the first failure is logged, and then the end of the
-trouble.
+A host that does not take copies is nevertheless offered the next save's copies. The first failure is logged, and then
+the end of the trouble.
 
 `ExpectedCopies` are the copies that come to this host.
 """

@@ -110,7 +110,7 @@ class _BoxRead:
 
     @property
     def is_direct(self) -> bool:
-        """Whether bytes go to the target as they are."""
+        """Whether bytes go to the target without a conversion."""
         return self.target.dtype == self.dtype and self.target.flags.c_contiguous
 
     @contextmanager

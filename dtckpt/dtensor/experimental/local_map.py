@@ -53,7 +53,7 @@ def local_map(
         in_placements: One entry per value in the flattened positional arguments; None for a value that is no DTensor.
             The entry of a plain tensor does not matter.
         in_grad_placements: Placements of the components' gradients, one entry per value likewise; None means the
-            argument's own, with Replicate for Partial.
+            argument's placements, in which Replicate takes the place of Partial.
         device_mesh: The mesh of all DTensors, arguments and results; default: the mesh of the arguments.
         redistribute_inputs: Redistribute arguments to ``in_placements``. Otherwise, other placements are an error.
 

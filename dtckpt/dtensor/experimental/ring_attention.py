@@ -5,8 +5,8 @@
     step 2    client 0: keys 1    client 1: keys 2    client 2: keys 0        and values that the client has then
 
 The parts of each softmax are merged by their logarithms of sums (Liu et al., Ring Attention, arXiv:2310.01889). A
-client has one or two runs of positions. Queries of one run attend to the keys of another fully, causally (a run to
-itself) or not at all, so no masks are made.
+client has one or two runs of positions. In causal attention a run attends fully to an earlier run, not at all to a
+later run, and causally to itself. So only the scores of a run with itself need a mask.
 """
 
 from __future__ import annotations

@@ -76,9 +76,11 @@ def _as_rolled(result: torch.Tensor, tensor: torch.Tensor, shifts: Sequence[int]
 
 
 def _as_indexed(result: torch.Tensor, tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """Return the result of the kernel's loop over the indices and the tensor, in which an indexed dim has stride 0.
+    """Return a tensor with the strides that ``index`` really gives.
 
-    All pointwise operators use this loop. More than two indices hardly ever have different strides.
+    Its kernel loops as a pointwise operator does, over the indices and the source, which has stride 0 along indexed
+    dims. So run a pointwise operator on operands of these strides. Two indices are enough: a third index hardly ever
+    has other strides.
     """
     dims = [dim for dim, index in enumerate(indices) if index is not None]
     chosen = [index for index in indices if index is not None]

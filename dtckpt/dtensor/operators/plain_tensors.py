@@ -22,7 +22,7 @@ def to_dtensors(tensors: Sequence[torch.Tensor], mesh: Mesh, unread: Sequence[to
     under `dtckpt.dtensor.operators.plans.trust_plain_tensors`.
 
     Args:
-        tensors: DTensors, which it returns as they are, and plain tensors.
+        tensors: DTensors, which it returns unchanged, and plain tensors.
         mesh: The mesh of the new DTensors.
         unread: Those whose values do not matter, as nothing but the result is written to them.
 

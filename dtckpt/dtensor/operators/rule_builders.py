@@ -317,14 +317,17 @@ Labels = Sequence[Hashable | None]
 
 @dataclass(frozen=True, slots=True)
 class DimLabels:
-    """Labels of a call's dims: dims with the same label have the same factor.
+    """Labels of the dims of a call, as letters in einsum.
+
+    Dims with one label are sharded together: they are one factor of the `Rule`.
 
     Args:
         operands: Labels of every operand's dims.
         results: Labels of every result's dims.
         whole: Labels that no axis may split.
         broadcast: Labels whose dims of size 1 are broadcast.
-        contracted: By label, the reduction that results without the label wait for when an axis splits it.
+        contracted: By label, a reduction. If a mesh axis splits the dims of this label, results that lack the label are
+            Partial with this reduction.
     """
 
     operands: Sequence[Labels]

@@ -26,7 +26,7 @@ class PrepareModuleInput(ParallelStyle):
         input_layouts: Placements of the positional arguments that are plain tensors; None for an argument that stays
             as it is. None for all means that no positional argument is converted.
         desired_input_layouts: Placements that they are brought to; None keeps one.
-        input_kwarg_layouts: Placements of arguments by name; the others stay as they are.
+        input_kwarg_layouts: Placements of arguments by name; the others are not converted.
         desired_input_kwarg_layouts: Placements that these are brought to, with the same names.
         use_local_output: Pass this client's components on to the module, not DTensors.
 

@@ -46,7 +46,7 @@ _FIELDS: dict[Any, tuple[str, ...]] = {
     BytesIOWriteData: ("nbytes",),
 }
 IS_KNOWN = all(tuple(each.name for each in dataclasses.fields(kind)) == names for kind, names in _FIELDS.items())
-"""Whether this release of PyTorch has these fields, and no others. Else items are pickled as they are."""
+"""Whether this release of PyTorch has these fields, and no others. Else items are pickled one by one."""
 
 
 class _Columns(list[_Item]):

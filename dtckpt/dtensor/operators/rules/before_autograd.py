@@ -147,7 +147,7 @@ def _repeat(operator: Operator, keys: Any, tensor: torch.Tensor, repeats: Sequen
 
 
 def _hooked(tensor: Any) -> Any:
-    """Return an alias of a DTensor with a hook that makes its gradient a DTensor; anything else as it is."""
+    """Return an alias of a DTensor with a hook that makes its gradient a DTensor; return anything else unchanged."""
     if not (isinstance(tensor, DTensor) and tensor.requires_grad and torch.is_grad_enabled()):
         return tensor
     mesh = tensor.device_mesh
