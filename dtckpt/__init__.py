@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.tensorflow.named_tensors import name_based_restore, name_based_save, sharded_save
     from dtckpt.checkpoint.tiers.local_restore import LocalRestore
     from dtckpt.checkpoint.tiers.options import LocalTier
-    from dtckpt.comm.rendezvous import init_process_group
+    from dtckpt.comm.default_process_group import init_process_group
     from dtckpt.coordination.connect import initialize_multi_client, job_status, shutdown_multi_client
     from dtckpt.dtensor import (
         DTensor,
@@ -137,7 +137,7 @@ _MODULES = {
     "layout.mesh": ("Mesh",),
     "layout.placement": ("Partial", "Placement", "Replicate", "Shard"),
     "layout.region": ("Region",),
-    "comm.rendezvous": ("init_process_group",),
+    "comm.default_process_group": ("init_process_group",),
     "checkpoint.resharding.reshard": ("reshard",),
     "checkpoint.shards": ("Shards",),
     "checkpoint.simulating.simulate": ("Machine", "Simulation", "simulate"),

@@ -11,8 +11,8 @@ import numpy as np
 from dtckpt.checkpoint.foreign.formats import has_foreign_name, not_understood, open_foreign
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
 from dtckpt.checkpoint.reading.manifest_files import ManifestFiles
-from dtckpt.checkpoint.reading.read_regions import UNCHECKED_NBYTES
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.checkpoint.reading.verified_reads import UNCHECKED_NBYTES
 from dtckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from dtckpt.comm import fork_guard, rendezvous, torch_private
+from dtckpt.comm import default_process_group, fork_guard, torch_private
 from dtckpt.errors import CoordinationError, capped
 
 _BACKENDS = {"cuda": "nccl"}
@@ -233,7 +233,7 @@ def _make(key: Key) -> dist.ProcessGroup:
             list(ranks),
             dist.Backend(backend),
             torch_private.get_default_store(),
-            f"dtckpt_{backend}_{members}_{generations[ranks, backend]}{rendezvous.key_suffix()}",
+            f"dtckpt_{backend}_{members}_{generations[ranks, backend]}{default_process_group.key_suffix()}",
             backend_options=options,
             timeout=timeout_of(world, backend) if options is None else options._timeout,
             group_desc="dtckpt",
@@ -257,7 +257,7 @@ os.register_at_fork(after_in_child=_keep_groups_in_child)
 @contextmanager
 def _connection_errors(ranks: Iterable[int], suffix: str = "") -> Iterator[None]:
     """Turn torch's errors into errors that name the unreachable clients, and a cure if there is one."""
-    with rendezvous.restart_advice():
+    with default_process_group.restart_advice():
         try:
             yield
         except RuntimeError as error:

@@ -98,7 +98,7 @@ def _member(env: Mapping[str, str]) -> Member:
     job = env.get("DTCKPT_JOB") or env.get("DTENSOR_JOB_NAME") or env.get("TORCHELASTIC_RUN_ID") or config.job_name
     attempt = Config.from_environ(env).attempt
     if config.num_clients > 1 and not env.get("DTCKPT_ATTEMPT"):
-        from dtckpt.comm.rendezvous import attempt_of_default_group
+        from dtckpt.comm.default_process_group import attempt_of_default_group
 
         # The attempt on which the clients have agreed, if any: the nodes of a job may count their restarts differently.
         agreed = attempt_of_default_group()
@@ -227,24 +227,24 @@ def _make_process_group(coordination: Coordination | None = None, coordinator: s
     global _has_process_group  # noqa: PLW0603  (one default group per process)
     if Config.from_environ().num_clients == 1:
         return
-    from dtckpt.coordination import default_process_group  # it imports torch, which one client alone may not need
+    from dtckpt.coordination import multi_client_group  # it imports torch, which one client alone may not need
 
-    if default_process_group.is_wanted():
+    if multi_client_group.is_wanted():
         _has_process_group = True
         if coordination is None:
-            default_process_group.make_at_store()
+            multi_client_group.make_at_store()
         else:
-            default_process_group.make_through(coordination, coordinator)
+            multi_client_group.make_through(coordination, coordinator)
 
 
 def _end_process_group() -> None:
     """Destroy the default process group if `initialize_multi_client` has made it."""
     global _has_process_group  # noqa: PLW0603  (one default group per process)
     if _has_process_group:
-        from dtckpt.coordination import default_process_group
+        from dtckpt.coordination import multi_client_group
 
         _has_process_group = False
-        default_process_group.end()
+        multi_client_group.end()
 
 
 def job_status() -> JobStatus:

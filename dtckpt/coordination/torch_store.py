@@ -38,7 +38,7 @@ from urllib.parse import quote
 import torch.distributed as dist
 
 from dtckpt import errors
-from dtckpt.comm import fork_guard, rendezvous, torch_private
+from dtckpt.comm import default_process_group, fork_guard, torch_private
 from dtckpt.comm.torch_private import HashStore, Store
 from dtckpt.config import DEFAULT_HEARTBEAT_TIMEOUT_S, Config
 from dtckpt.coordination import barrier_rules, barrier_texts, identity, verdicts
@@ -278,7 +278,7 @@ class TorchStoreCoordination:
                 self._calls.end(number, operation.id or begun.id)
             with self._lock:
                 del self._open[number]
-        with rendezvous.restart_advice():
+        with default_process_group.restart_advice():
             outcome.raise_failure()
         payloads = {client: arrival.payload for client, arrival in arrivals.items()} if collect else {}
         if None in payloads.values():
@@ -561,15 +561,15 @@ def from_environment(
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if dist.is_initialized():
         store = torch_private.get_default_store()
-        if rendezvous.is_stale():
-            logger.warning("%s", rendezvous.RESTART_ADVICE)
+        if default_process_group.is_stale():
+            logger.warning("%s", default_process_group.RESTART_ADVICE)
     else:
         config = Config.from_environ()
-        store = rendezvous.open_store(config)
+        store = default_process_group.open_store(config)
         # Several agents: each counts the restarts that its own processes caused, so their counts may differ.
         if agent_hosts and int(os.environ.get("LOCAL_WORLD_SIZE", config.num_clients)) < config.num_clients:
             topic = f"coordination/{quote(member.job, safe='')}"
-            store, attempt = rendezvous.agree_on_attempt(store, topic, config)
+            store, attempt = default_process_group.agree_on_attempt(store, topic, config)
             member = replace(member, attempt=attempt)
     # The store of an agent outlives the clients, so no client has to leave last.
     return TorchStoreCoordination(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as PyTorchMesh
 
 from dtckpt.comm import process_groups
-from dtckpt.comm.rendezvous import init_process_group
+from dtckpt.comm.default_process_group import init_process_group
 from dtckpt.comm.torch_private import root_mesh_of
 from dtckpt.config import Config
 from dtckpt.errors import ConfigError, CoordinationError, MeshError, MeshTypeError, capped

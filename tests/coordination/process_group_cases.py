@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 import dtckpt
-from dtckpt.comm.rendezvous import attempt_of_default_group
+from dtckpt.comm.default_process_group import attempt_of_default_group
+from dtckpt.coordination import multi_client_group
 
 
 def _forget_store(attempt: int, jobs: str = "", job: str = "") -> None:
@@ -68,12 +69,11 @@ def initialize_with_a_group() -> bool:
 
 def initialize_unreachable() -> bool:
     """Client 0 tells an address of which client 1 knows nothing."""
-    from dtckpt.coordination import default_process_group
 
     _forget_store(0)
-    default_process_group._machine = lambda: ""
-    default_process_group._own_host = lambda *_: "nowhere.invalid"
-    default_process_group.REACH_TIMEOUT = timedelta(seconds=1)
+    multi_client_group._machine = lambda: ""
+    multi_client_group._own_host = lambda *_: "nowhere.invalid"
+    multi_client_group.REACH_TIMEOUT = timedelta(seconds=1)
     dtckpt.initialize_multi_client()
     return False
 

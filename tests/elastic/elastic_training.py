@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import dtckpt
-from dtckpt.comm import rendezvous
+from dtckpt.comm import default_process_group
 
 SHAPE = 1003, 8
 PRIME = 1_000_003
@@ -67,7 +67,7 @@ def train(folder: Path, steps: int, log: Path, pace_s: float = 0.0, tier: Path |
         for step in range(start, steps):
             advance(state, step)
             manager.save(step, state, force=step == steps - 1)
-            attempt, client = rendezvous.attempt_of_default_group(), dtckpt.client_id()
+            attempt, client = default_process_group.attempt_of_default_group(), dtckpt.client_id()
             os.write(line, f"{attempt} {client} {dtckpt.num_clients()} {os.getpid()} {step} {time.time()}\n".encode())
             time.sleep(pace_s)
     os.close(line)

@@ -15,7 +15,7 @@ from zarr.core.buffer import default_buffer_prototype
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
-from dtckpt.checkpoint.reading.read_regions import UNCHECKED_NBYTES
+from dtckpt.checkpoint.reading.verified_reads import UNCHECKED_NBYTES
 from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError, CheckpointNotFoundError, ConfigError
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import ChunkGrid

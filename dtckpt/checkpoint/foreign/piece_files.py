@@ -26,8 +26,8 @@ from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBu
 from dtckpt.checkpoint.reading.piece_reads import PieceInfo, Span, plan_spans
 from dtckpt.checkpoint.reading.pieces import CheckedBytes, Piece, PieceIndex, PieceTensor
 from dtckpt.checkpoint.reading.read_chunks import Scratch, convert, cut, validate_convertible
-from dtckpt.checkpoint.reading.read_regions import MAX_IN_FLIGHT, REMOTE_IN_FLIGHT_NBYTES, spare_threads
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
+from dtckpt.checkpoint.reading.verified_reads import MAX_IN_FLIGHT, REMOTE_IN_FLIGHT_NBYTES, spare_threads
 from dtckpt.errors import CheckpointConflictError
 from dtckpt.format import tree as trees
 from dtckpt.format.digest import as_bytes, bytes_digest

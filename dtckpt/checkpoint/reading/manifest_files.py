@@ -13,8 +13,8 @@ from typing_extensions import override
 from dtckpt.checkpoint.reading.block_digests import BlockDigests
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
 from dtckpt.checkpoint.reading.plan import max_chunk_nbytes, plan_tensor_reads
-from dtckpt.checkpoint.reading.read_regions import RegionReader
 from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo, TensorInfos
+from dtckpt.checkpoint.reading.verified_reads import RegionReader
 from dtckpt.errors import CheckpointCorruptError, DtckptError
 from dtckpt.format import tree as trees
 from dtckpt.format.digest import documents_digest

@@ -26,8 +26,8 @@ from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBu
 from dtckpt.checkpoint.reading.piece_reads import PieceInfo
 from dtckpt.checkpoint.reading.pieces import Piece, PieceIndex, PieceTensor
 from dtckpt.checkpoint.reading.read_chunks import convert, cut, validate_convertible
-from dtckpt.checkpoint.reading.read_regions import spare_threads
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
+from dtckpt.checkpoint.reading.verified_reads import spare_threads
 from dtckpt.checkpoint.tiers.holdings import PartCopy
 from dtckpt.checkpoint.tiers.host_folder import HostFolder
 from dtckpt.checkpoint.tiers.open_part import OpenPart, piece_seed

@@ -15,7 +15,7 @@ from support.states import bits_of, tensor_of, zeros_of
 
 import dtckpt
 from dtckpt import Region, RestoreOptions, SaveOptions
-from dtckpt.checkpoint.reading import read_regions
+from dtckpt.checkpoint.reading import verified_reads
 from dtckpt.checkpoint.reading.read_chunks import COPIED_NBYTES, is_slow
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.dtypes import DTYPES
@@ -206,8 +206,8 @@ def test_parts_of_small_tensors_and_other_dtypes(tmp_path):
 @pytest.fixture(params=[1, 3])
 def threads(request, monkeypatch):
     """Threads that read large chunks, whatever this machine has."""
-    monkeypatch.setattr(read_regions, "spare_threads", lambda: request.param)
-    monkeypatch.setattr(read_regions, "LARGE_NBYTES", 1 << 10)
+    monkeypatch.setattr(verified_reads, "spare_threads", lambda: request.param)
+    monkeypatch.setattr(verified_reads, "LARGE_NBYTES", 1 << 10)
     return request.param
 
 

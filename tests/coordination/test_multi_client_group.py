@@ -10,7 +10,7 @@ from support.coordinators import server_in_thread
 import dtckpt
 from dtckpt import Layout, Replicate, Shard, errors
 from dtckpt.config import Config
-from dtckpt.coordination import default_process_group
+from dtckpt.coordination import multi_client_group
 
 from . import process_group_cases as cases
 
@@ -72,7 +72,7 @@ def test_a_store_that_cannot_be_reached_is_an_error_of_all(pool, coordinator):
 )
 def test_the_host_that_client_0_tells(monkeypatch, jobs, coordinator, host):
     environment = {"DTENSOR_JOBS": jobs} if jobs else {}
-    assert default_process_group._own_host(Config.from_environ(environment), coordinator) == host
+    assert multi_client_group._own_host(Config.from_environ(environment), coordinator) == host
 
 
 @pytest.mark.parametrize("jobs", ["a,b", "a:x,b:1", "/bns/cell/0,/bns/cell/1"])

@@ -1,11 +1,11 @@
-"""Rendezvous: `init_process_group` for jobs that torchrun restarts, and the meeting of clients at a store.
+"""The default process group: `init_process_group` for jobs that torchrun restarts, and how their clients meet at a store.
 
 torchrun starts the new processes of a restarted job with the same store, its agent's. The store still holds the
 addresses of the killed processes, which the new processes would call in vain. So the clients of an attempt first agree
 on a name for it, and write all their keys below this name. torchrun's count of restarts cannot be the name, because
 each agent counts only the restarts that its own processes caused.
 
-The keys of a rendezvous:
+The keys of a meeting:
 
 ``leader``          written by client 0: a random name for the attempt
 ``joined/<name>/i`` written by client i: the least number that this client accepts for the attempt

@@ -1,4 +1,4 @@
-"""Make the default process group of `torch.distributed` for `initialize_multi_client`, and end it again.
+"""`initialize_multi_client`: make the default process group of `torch.distributed`, and end it again.
 
 If nothing in the environment names a store, client 0 opens one for this attempt alone. Client 0 tells the others the
 address in its vote at a barrier. So an attempt never finds keys of an earlier one.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtckpt.comm import rendezvous
+from dtckpt.comm import default_process_group
 from dtckpt.comm.torch_private import TCPStore
 from dtckpt.config import Config
 from dtckpt.coordination.api import Coordination, Vote
@@ -36,10 +36,10 @@ def is_wanted() -> bool:
 
 def make_at_store() -> None:
     """Make the default process group at the store that the environment names. Collective, raises: as
-    `rendezvous.init_process_group`.
+    `default_process_group.init_process_group`.
     """
     global _own  # noqa: PLW0603  (one default group per process)
-    rendezvous.init_process_group(_backend())
+    default_process_group.init_process_group(_backend())
     _own = dist.group.WORLD
 
 
@@ -79,7 +79,7 @@ def make_through(coordination: Coordination, coordinator: str) -> None:
     told = json.loads(_meet(coordination, "process_group/address", offer)[0])
     _meet(coordination, "process_group/reached", reach)
     assert store is not None  # noqa: S101  (opened just now)
-    _own = rendezvous.make_default_group(store, coordination.member.attempt, config, _backend())
+    _own = default_process_group.make_default_group(store, coordination.member.attempt, config, _backend())
 
 
 def _meet(coordination: Coordination, name: str, work: Callable[[], bytes]) -> Any:
@@ -88,7 +88,9 @@ def _meet(coordination: Coordination, name: str, work: Callable[[], bytes]) -> A
         vote = Vote(payload=work())
     except CoordinationError as error:
         vote = Vote.of_error(error)
-    return coordination.barrier(name, vote, timeout_s=rendezvous.TIMEOUT.total_seconds(), collect=True).payloads
+    return coordination.barrier(
+        name, vote, timeout_s=default_process_group.TIMEOUT.total_seconds(), collect=True
+    ).payloads
 
 
 def _open_store(host: str, port: int, *, is_host: bool = False) -> TCPStore:

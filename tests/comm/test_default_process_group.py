@@ -9,7 +9,7 @@ from support.client_calls import wait_until
 
 import dtckpt
 from dtckpt import errors
-from dtckpt.comm import process_groups, rendezvous, torch_private
+from dtckpt.comm import default_process_group, process_groups, torch_private
 from dtckpt.config import Config
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.torch_store import from_environment
@@ -27,7 +27,9 @@ def meet(store, restarts, topic="t"):
     """Let clients meet, each in a thread; return the attempt and the keys' prefix of each."""
     with ThreadPoolExecutor(len(restarts)) as threads:
         clients = [config(client, len(restarts), count) for client, count in enumerate(restarts)]
-        outcomes = list(threads.map(lambda each: rendezvous.agree_on_attempt(store, topic, each, SOON), clients))
+        outcomes = list(
+            threads.map(lambda each: default_process_group.agree_on_attempt(store, topic, each, SOON), clients)
+        )
     outcomes[0][0].set("key", "value")
     assert all(own.get("key") == b"value" for own, _ in outcomes), "clients of one attempt share its keys"
     return [attempt for _, attempt in outcomes]
@@ -45,30 +47,33 @@ def test_each_attempt_has_keys_of_its_own_and_a_higher_number():
 def test_a_leader_that_was_killed_is_replaced():
     store = dist.HashStore()
     with pytest.raises(errors.BarrierTimeoutError, match=r"clients 1, 2 did not come within 0\.05 s") as caught:
-        rendezvous.agree_on_attempt(store, "t", config(0, 3), timedelta(seconds=0.05))
+        default_process_group.agree_on_attempt(store, "t", config(0, 3), timedelta(seconds=0.05))
     assert caught.value.missing == [1, 2]
     old = store.get("dtckpt/t/leader").decode()
     with ThreadPoolExecutor(2) as threads:
         others = [
-            threads.submit(rendezvous.agree_on_attempt, store, "t", config(client, 3, 1), SOON) for client in (1, 2)
+            threads.submit(default_process_group.agree_on_attempt, store, "t", config(client, 3, 1), SOON)
+            for client in (1, 2)
         ]
         wait_until(lambda: store.check([f"dtckpt/t/joined/{old}/{client}" for client in (1, 2)]))
-        assert rendezvous.agree_on_attempt(store, "t", config(0, 3, 1), SOON)[1] == 1
+        assert default_process_group.agree_on_attempt(store, "t", config(0, 3, 1), SOON)[1] == 1
         assert [other.result()[1] for other in others] == [1, 1]
     with pytest.raises(errors.BarrierTimeoutError, match="clients 0 did not come"):
-        rendezvous.agree_on_attempt(store, "t", config(1, 3), timedelta(seconds=0.05))
+        default_process_group.agree_on_attempt(store, "t", config(1, 3), timedelta(seconds=0.05))
 
 
-@pytest.mark.parametrize("poll_s", [rendezvous.POLL_S, 0])
+@pytest.mark.parametrize("poll_s", [default_process_group.POLL_S, 0])
 def test_meeting_again_is_another_meeting(monkeypatch, poll_s):
     """Client 1 is still asleep, or between two looks at the store, when client 0 begins the second one."""
-    monkeypatch.setattr(rendezvous, "POLL_S", poll_s)
+    monkeypatch.setattr(default_process_group, "POLL_S", poll_s)
     rounds = 20 if poll_s else 1000
     store = dist.HashStore()
     with ThreadPoolExecutor(2) as threads:
 
         def twice(client):
-            return [rendezvous.agree_on_attempt(store, "t", config(client, 2), SOON)[1] for _ in range(rounds)]
+            return [
+                default_process_group.agree_on_attempt(store, "t", config(client, 2), SOON)[1] for _ in range(rounds)
+            ]
 
         assert list(threads.map(twice, range(2))) == [list(range(rounds))] * 2
 
@@ -107,11 +112,11 @@ def port(monkeypatch):
 def test_the_default_process_group(port):
     dtckpt.init_process_group("gloo", timeout=timedelta(seconds=77))
     assert process_groups.timeout_of(dist.group.WORLD) == timedelta(seconds=77)
-    assert rendezvous.attempt_of_default_group() == 0
+    assert default_process_group.attempt_of_default_group() == 0
     with pytest.raises(errors.ConfigError, match="got a default one already"):
         dtckpt.init_process_group("gloo")
     dist.destroy_process_group()
-    assert rendezvous.attempt_of_default_group() is None
+    assert default_process_group.attempt_of_default_group() is None
     with pytest.raises(errors.ConfigError, match="Invalid device:backend pairing"):
         dtckpt.init_process_group("cpu:gloo:gloo")
 
@@ -119,7 +124,7 @@ def test_the_default_process_group(port):
 def test_a_restarted_process_group_of_another_function_names_the_cure(port, monkeypatch, caplog):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     dist.init_process_group("gloo")
-    assert rendezvous.is_stale()
+    assert default_process_group.is_stale()
     coordination = from_environment(Member("job", 0, 2, 5, attempt=1), heartbeat_timeout_s=30)
     assert "call dtckpt.init_process_group instead" in caplog.text
     try:
