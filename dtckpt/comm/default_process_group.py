@@ -1,4 +1,4 @@
-"""The default process group: `init_process_group` for jobs that torchrun restarts, and how their clients meet at a store.
+"""The default process group: `init_process_group` for jobs that torchrun restarts, and the meeting of their clients.
 
 torchrun starts the new processes of a restarted job with the same store, its agent's. The store still holds the
 addresses of the killed processes, which the new processes would call in vain. So the clients of an attempt first agree
