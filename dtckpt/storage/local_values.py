@@ -10,7 +10,6 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,18 +76,21 @@ class StoredValue:
         """Whether another value begins, in the same file, where this value ends."""
         return self.file is other.file and self.start + self.nbytes == other.start
 
-    def announce(self, start: int, stop: int) -> None:
-        """Have the kernel begin to read bytes ``start`` to ``stop`` of the value from the disk (posix_fadvise).
+    def is_cold(self, start: int, stop: int) -> bool:
+        """Whether bytes ``start`` to ``stop`` of the value must be read from the disk, as the page cache lacks them.
 
-        Nothing is announced if the page cache has the last whole page of them. Then it very likely has all of them, and
-        the kernel would look every page up for nothing.
+        Only the last whole page is looked up: a range is usually in the page cache as a whole or not at all. False
+        where the file system cannot tell.
         """
-        with suppress(OSError):
-            # One page before the end: the very last page may belong to the next value, too.
-            probe = max(start, stop - 1 - mmap.PAGESIZE)
-            if os.preadv(self.file.descriptor, [bytearray(1)], self.start + probe, os.RWF_NOWAIT):
-                return
-        os.posix_fadvise(self.file.descriptor, self.start + start, stop - start, os.POSIX_FADV_WILLNEED)
+        # One page before the end: the very last page may belong to the next value, too.
+        probe = max(start, stop - 1 - mmap.PAGESIZE)
+        try:
+            os.preadv(self.file.descriptor, [bytearray(1)], self.start + probe, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
 
 
 def contiguous_runs(values: Sequence[StoredValue], sizes: Sequence[int]) -> Iterator[list[int]]:

@@ -27,7 +27,12 @@ from dtckpt.checkpoint.reading.piece_reads import PieceInfo, Span, plan_spans
 from dtckpt.checkpoint.reading.pieces import CheckedBytes, Piece, PieceIndex, PieceTensor
 from dtckpt.checkpoint.reading.read_chunks import Scratch, convert, cut, validate_convertible
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
-from dtckpt.checkpoint.reading.verified_reads import MAX_IN_FLIGHT, REMOTE_IN_FLIGHT_NBYTES, spare_threads
+from dtckpt.checkpoint.reading.verified_reads import (
+    COLD_THREADS,
+    MAX_IN_FLIGHT,
+    REMOTE_IN_FLIGHT_NBYTES,
+    spare_threads,
+)
 from dtckpt.errors import CheckpointConflictError
 from dtckpt.format import tree as trees
 from dtckpt.format.digest import as_bytes, bytes_digest
@@ -186,7 +191,7 @@ class PieceFiles(CheckpointFiles):
 
     def _read_local(self, reads: Iterable[_SpanRead], max_in_flight: int | None) -> Iterator[int]:
         """Read spans of local files, batches of them in several threads; yield the bytes of each batch."""
-        threads = 1 if max_in_flight is not None else spare_threads()
+        spare = 1 if max_in_flight is not None else spare_threads()
         scratch = Scratch()
         pending: deque[Future[int]] = deque()
         with ExitStack() as stack:
@@ -194,13 +199,18 @@ class PieceFiles(CheckpointFiles):
             try:
                 for batch, nbytes in _batches(reads):
                     # A smaller batch is the only batch, or the last.
-                    if threads == 1 or nbytes < BATCH_NBYTES:
+                    is_large = nbytes >= BATCH_NBYTES
+                    is_cold = is_large and max_in_flight is None and self._is_cold(batch[0].span)
+                    threads = max(spare, COLD_THREADS) if is_cold else spare
+                    if threads == 1 or not is_large:
                         yield self._read_batch(batch, scratch)
                         continue
                     if pool is None:
-                        pool = stack.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="dtckpt-reads"))
+                        pool = stack.enter_context(
+                            ThreadPoolExecutor(max(spare, COLD_THREADS), thread_name_prefix="dtckpt-reads")
+                        )
                     pending.append(pool.submit(self._read_batch, batch, scratch))
-                    if len(pending) > threads:
+                    while len(pending) > threads:
                         yield pending.popleft().result()
                 while pending:
                     yield pending.popleft().result()
@@ -209,6 +219,10 @@ class PieceFiles(CheckpointFiles):
                 if pool is not None:
                     pool.shutdown(cancel_futures=True)
                 raise
+
+    def _is_cold(self, span: Span) -> bool:
+        with self._errors_of(span):
+            return StoredValue(self._file(span.file), span.start, span.nbytes).is_cold(0, span.nbytes)
 
     def _read_batch(self, batch: Sequence[_SpanRead], scratch: Scratch) -> int:
         for read in batch:
