@@ -63,6 +63,7 @@ PROGRAMS = (
     Program("limits", "limits", quick="--mib 64 --rounds 2"),
     Program("save_restore", "save_restore", "--tensors 192 --only-dcp", "--tensors 8 --rounds 1", clients=2),
     Program("save_restore_all", "save_restore", quick=None, clients=2),
+    Program("cold", "cold", quick="--tensors 4 --rounds 1", clients=2),
     Program("save_restore_small", "save_restore", "--tensors 4000 --shape 64x64", quick=None, clients=2),
     Program("save_restore_fsdp2", "save_restore", "--fsdp2", quick=None, clients=2),
     Program("async_save", "async_save", "--mib 2048", quick="--mib 64 --rounds 1", clients=2),
