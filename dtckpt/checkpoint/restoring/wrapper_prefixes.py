@@ -7,7 +7,7 @@ attribute, whose name comes into the keys of the state: ``_orig_mod.layers.0._ch
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable
 from typing import Any
 
@@ -35,17 +35,19 @@ def match_unwrapped(wanted: Iterable[Hashable], saved: Iterable[Hashable]) -> di
     A wanted key that was saved unchanged is left out. Several keys, wanted or saved, that are equal without the names
     of wrappers are left out, too: they are ambiguous.
     """
-    saved = list(saved)
-    lacking = [key for key in wanted if isinstance(key, str) and key not in saved] if saved else []
+    # In linear time: flat state dicts have tens of thousands of keys.
+    known = dict.fromkeys(saved)
+    lacking = [key for key in wanted if isinstance(key, str) and key not in known] if known else []
     if not lacking:
         return {}
     by_name: dict[str, list[str]] = defaultdict(list)
-    for key in saved:
+    for key in known:
         if isinstance(key, str):
             by_name[unwrapped(key)].append(key)
     names = [unwrapped(key) for key in lacking]
+    counts = Counter(names)
     return {
         key: by_name[name][0]
         for key, name in zip(lacking, names, strict=True)
-        if len(by_name.get(name, ())) == 1 and names.count(name) == 1
+        if len(by_name.get(name, ())) == 1 and counts[name] == 1
     }

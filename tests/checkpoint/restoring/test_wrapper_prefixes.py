@@ -44,6 +44,27 @@ def test_keys_that_only_wrappers_tell_apart(wanted, saved, matched):
     assert match_unwrapped(wanted, saved) == matched
 
 
+class CountedKey(str):
+    """A key that counts how often any key is compared with another."""
+
+    comparisons = 0
+
+    def __eq__(self, other):
+        CountedKey.comparisons += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "other."])
+def test_many_keys_are_compared_a_few_times_each(prefix):
+    wanted = [CountedKey(f"{prefix}layers.{number}.weight") for number in range(3000)]
+    saved = [CountedKey(f"layers.{number}.weight") for number in range(3000)]
+    CountedKey.comparisons = 0
+    assert len(match_unwrapped(wanted, saved)) == (3000 if prefix == "module." else 0)
+    assert CountedKey.comparisons < 20 * 3000
+
+
 def test_a_compiled_module_takes_the_state_of_the_plain_one(tmp_path):
     torch.manual_seed(0)
     plain, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
