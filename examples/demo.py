@@ -254,9 +254,8 @@ def demo(out: Path, device: str) -> None:
     detail("reference           checkpoints of four clients, without interruption; losses in reference.jsonl")
     detail(f"interrupted         checkpoints until a client was killed: dtckpt ls {out / 'interrupted'}")
     detail(f"resharded           the last of them, laid out anew: dtckpt inspect {out / 'resharded'}")
-    detail(
-        "resumed             checkpoints of the two clients that went on; in-memory: checkpoints that the three hosts wrote to storage"
-    )
+    detail("resumed             checkpoints of the two clients that went on")
+    detail("in-memory           checkpoints that the three hosts wrote to storage")
 
 
 def main() -> int:
