@@ -250,11 +250,12 @@ def demo(out: Path, device: str) -> None:
     compare(reference, interrupted, resumed)
     picture(committed, resharded, out / "layouts.svg")
     say(f"Done; in {out}:")
-    detail(f"layouts.svg         which device held what before and after: {(out / 'layouts.svg').absolute().as_uri()}")
+    detail(f"layouts.svg         regions of each device before and after: {(out / 'layouts.svg').absolute().as_uri()}")
     detail("reference           checkpoints of four clients, without interruption; losses in reference.jsonl")
-    detail(f"interrupted         those until one was killed: dtckpt ls {out / 'interrupted'}")
+    detail(f"interrupted         checkpoints until a client was killed: dtckpt ls {out / 'interrupted'}")
     detail(f"resharded           the last of them, laid out anew: dtckpt inspect {out / 'resharded'}")
-    detail("resumed             what two clients made of it; in-memory: what the three hosts wrote to storage")
+    detail("resumed             checkpoints of the two clients that went on")
+    detail("in-memory           checkpoints that the three hosts wrote to storage")
 
 
 def main() -> int:

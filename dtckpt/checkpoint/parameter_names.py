@@ -73,8 +73,9 @@ def storage_of(tensor: torch.Tensor) -> int:
     """Return the id of a plain tensor's storage; 0 for a tensor without one."""
     try:
         return storage_id(tensor)
-    # PyTorch raises either, by the kind of the tensor: sparse tensors, and those inside of torch.func's transforms.
-    except (NotImplementedError, RuntimeError):
+    # PyTorch raises one of them, by the kind of the tensor: sparse tensors, tensors inside of torch.func's transforms,
+    # parameters of lazy modules.
+    except (NotImplementedError, RuntimeError, ValueError):
         return 0
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from dtckpt.checkpoint.foreign import dcp_files
@@ -43,6 +44,7 @@ from dtckpt.checkpoint.restoring.target import (
     Slot,
     TargetState,
     TensorSlot,
+    is_meta,
     is_optimizer_state,
     keep_defaults,
     keys_of_other_ranks,
@@ -51,7 +53,7 @@ from dtckpt.checkpoint.restoring.target import (
 )
 from dtckpt.checkpoint.restoring.wrapper_prefixes import match_unwrapped
 from dtckpt.checkpoint.rng_state import RngState
-from dtckpt.checkpoint.shards import ShardMark, Shards
+from dtckpt.checkpoint.shards import ShardMark, Shards, named_tensors
 from dtckpt.dtensor import DTensor
 from dtckpt.dtensor.torch_interop import KeptLayouts
 from dtckpt.errors import DTypeError, LayoutError, ShapeMismatchError, TensorNotFoundError, TreeError
@@ -310,13 +312,14 @@ class _Matcher:
             for at, part in parts:
                 self._use(part, at)
         renewed = self.visit(slot.state, node, path, scope)
+        has_meta = slot.state.has_meta
         self.modules.validate(slot, "/".join(path))
         self.modules.note_parameters(parameters_of(target), "/".join(path))
 
         def load() -> None:
             slot.load(renewed())
-            # A copy to a tensor on the meta device does nothing; PyTorch only warns. Such an object is asked again.
-            if slot.has_meta and visit_target(target.state_dict()).root.has_meta:
+            # A copy to a tensor on the meta device does nothing; PyTorch only warns.
+            if has_meta and _keeps_meta(target):
                 raise DTypeError(
                     f"{type(target).__name__} at {'/'.join(path)!r} keeps tensors on the meta device; restore its "
                     "module itself, or let its load_state_dict assign the tensors"
@@ -501,6 +504,13 @@ class _Matcher:
         return lambda: _update_sequence(target, [renew() for renew in plans])
 
 
+def _keeps_meta(target: Any) -> bool:
+    """Whether an object that has loaded its state has tensors on the meta device; it is asked again unless a module."""
+    if isinstance(target, nn.Module):
+        return any(is_meta(tensor) for _, tensor in named_tensors(target))
+    return visit_target(target.state_dict()).root.has_meta
+
+
 def _same(value: Any) -> Any:
     return value
 
@@ -531,12 +541,13 @@ def _validate_parts(target: Any, node: trees.Node, path: tuple[str, ...]) -> Non
 
 
 def _update_dict(slot: ContainerSlot, renewed: Mapping[Any, Any], *, drops: bool) -> Any:
-    target, slots = slot.value, slot.slots
+    # The items as they are now: an item may have been replaced since the visit, or is made anew at each look.
+    target, items = slot.value, slot.items
     if drops and isinstance(target, MutableMapping):
         target.clear()
         target.update(renewed)
         return target
-    changed = {key: value for key, value in renewed.items() if key not in slots or slots[key].value is not value}
+    changed = {key: value for key, value in renewed.items() if key not in items or items[key] is not value}
     if isinstance(target, MutableMapping):
         target.update(changed)
         return target

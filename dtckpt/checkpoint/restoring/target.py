@@ -68,8 +68,8 @@ class Slot:
 
     @property
     def has_meta(self) -> bool:
-        """Whether a tensor here or below is on the meta device."""
-        return any(is_meta(slot.value) for slot in self.walk())
+        """Whether a tensor here or below, or a parameter of an optimizer there, is on the meta device."""
+        return any(is_meta(tensor) for slot in self.walk() for tensor in (slot.value, *parameters_of(slot.value)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,13 +121,16 @@ class ObjectSlot(Slot):
 
     Args:
         state: The place of its state.
-        scope: How the state may differ from the checkpoint.
         opened: By id, the tensors in the state of an optimizer that `open_state` replaced by their parts.
     """
 
     state: Slot
-    scope: Scope
     opened: Mapping[int, tuple[TensorParts, Any]]
+
+    @property
+    def scope(self) -> Scope:
+        """How the state may differ from the checkpoint."""
+        return scope_of_object(self.value, self.state.value)
 
     @property
     def below(self) -> Iterable[Slot]:
@@ -208,7 +211,11 @@ def visit_target(target: Any, root: Path = ()) -> TargetState:
         TreeError: The tree is too deep.
     """
     visitor = _Visitor()
-    return TargetState(visitor.visit(target, root, 0), visitor.marks, visitor.shard_marks)
+    slot = visitor.visit(target, root, 0)
+    if visitor.has_asked:
+        # A `state_dict` may have changed containers that the visitor had passed.
+        slot = visitor.visit(target, root, 0)
+    return TargetState(slot, visitor.marks, visitor.shard_marks)
 
 
 class _Visitor:
@@ -219,6 +226,11 @@ class _Visitor:
         self.marks: dict[int, ShardMark] = {}
         # By id, with the object itself, so that no other one gets its id: a tree may hold an object twice.
         self._states: dict[int, tuple[Any, Any, Mapping[int, tuple[TensorParts, Any]]]] = {}
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether the visitor has asked an object for its state."""
+        return bool(self._states)
 
     def visit(self, value: Any, path: Path, depth: int) -> Slot:
         """Return the slot of a value."""
@@ -232,7 +244,7 @@ class _Visitor:
             return PerClientSlot(value, path, self.visit(value.value, path, depth + 1))
         if is_stateful_target(value):
             state, opened = self._state_of(value)
-            return ObjectSlot(value, path, self.visit(state, path, depth + 1), scope_of_object(value, state), opened)
+            return ObjectSlot(value, path, self.visit(state, path, depth + 1), opened)
         items = items_of_target(value)
         if items is None:
             return Slot(value, path)

@@ -1,7 +1,10 @@
 """A restore visits its target once: each object is asked for its state once, whatever its place in the target."""
 
 import copy
+import types
+from collections import UserDict
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 import dtckpt
 from dtckpt import RestoreOptions
 from dtckpt.checkpoint.restoring.target import visit_target
-from dtckpt.errors import TreeError
+from dtckpt.errors import DTypeError, TreeError
 
 
 class Counted:
@@ -116,6 +119,124 @@ def test_a_renamed_target_is_asked_once(tmp_path):
         tmp_path / "c", {"new": counted}, options=RestoreOptions(rename=lambda name: name.replace("old", "new"))
     )
     assert counted.calls == 1
+
+
+class Copies(UserDict):
+    """A mapping that returns a new object at each look, as `shelve.Shelf` does."""
+
+    def __getitem__(self, key):
+        return copy.deepcopy(self.data[key])
+
+
+class Changing:
+    """An object whose `state_dict` changes the tree that the object is in."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def state_dict(self):
+        self.change()
+        return {"n": 1}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_mapping_of_copies_takes_new_values(tmp_path):
+    dtckpt.save(tmp_path / "c", {"a": {"w": np.arange(3.0), "n": 5}})
+    target = {"a": Copies(w=np.zeros(3), n=0)}
+    dtckpt.restore(tmp_path / "c", target)
+    assert target["a"]["w"].tolist() == [0, 1, 2]
+    assert target["a"]["n"] == 5
+
+
+@pytest.mark.parametrize("make", [dict, types.SimpleNamespace], ids=["dict", "namespace"])
+def test_a_container_at_two_places_gets_the_last_value(tmp_path, make):
+    dtckpt.save(tmp_path / "c", {"a": make(x=5), "b": make(x=7)})
+    shared = make(x=7)
+    dtckpt.restore(tmp_path / "c", {"a": shared, "b": shared})
+    assert shared == make(x=7)
+
+
+def test_an_object_that_resets_another_one_does_not_win(tmp_path):
+    class Sampler:
+        def __init__(self):
+            self.state = {"epoch": 3}
+
+        def state_dict(self):
+            return self.state
+
+        def load_state_dict(self, state):
+            self.state = state
+
+    sampler = Sampler()
+    reset = Changing(lambda: None)
+    reset.load_state_dict = lambda state: sampler.state.update(epoch=0)
+    dtckpt.save(tmp_path / "c", {"loader": {"n": 1}, "sampler": {"epoch": 3}})
+    dtckpt.restore(tmp_path / "c", {"loader": reset, "sampler": sampler})
+    assert sampler.state == {"epoch": 3}
+
+
+@pytest.mark.parametrize("first", ["state", "object"])
+def test_an_object_that_changes_the_tree_while_it_is_asked(tmp_path, first):
+    dtckpt.save(tmp_path / "c", {"state": {"w": torch.ones(3), "rows": [torch.ones(2)]}, "object": {"n": 2}})
+    tensors = torch.zeros(3), torch.zeros(2)
+    state = {"w": torch.zeros(5), "rows": []}
+
+    def change():
+        state["w"], state["rows"][:] = tensors[0], [tensors[1]]
+
+    parts = {"state": state, "object": Changing(change)}
+    target = {first: parts[first], **parts}
+    dtckpt.restore(tmp_path / "c", target)
+    assert state["w"] is tensors[0]
+    assert state["rows"][0] is tensors[1]
+    assert tensors[0].equal(torch.ones(3))
+    assert tensors[1].equal(torch.ones(2))
+
+
+@pytest.mark.parametrize("saved", [{"a": 1}, {"a": 1, "trainer": {"n": 2}}], ids=["missing", "saved"])
+def test_an_object_with_a_lazy_module(tmp_path, saved):
+    trainer = Changing(lambda: None)
+    trainer.net = nn.LazyLinear(3)
+    dtckpt.save(tmp_path / "c", saved)
+    target = {"a": 0, "trainer": trainer}
+    dtckpt.restore(tmp_path / "c", target, options=RestoreOptions(allow_missing=True))
+    assert target["a"] == 1
+
+
+class OnMeta:
+    """Holds a module on the meta device, and an optimizer of it in its state."""
+
+    def __init__(self):
+        with torch.device("meta"):
+            self.module = nn.Linear(2, 2)
+        self.optimizer = torch.optim.AdamW(self.module.parameters())
+
+    def state_dict(self):
+        return {"n": 1, "optimizer": self.optimizer}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_an_optimizer_on_the_meta_device_in_the_state_of_an_object(tmp_path):
+    dtckpt.save(tmp_path / "c", {"object": {"n": 2}})
+    with pytest.raises(DTypeError, match="'object' keeps tensors on the meta device"):
+        dtckpt.restore(tmp_path / "c", {"object": OnMeta()}, options=RestoreOptions(allow_missing=True))
+
+
+def test_an_object_that_loads_into_a_new_module_on_the_meta_device(tmp_path):
+    class Renewing(Counted):
+        def load_state_dict(self, state):
+            with torch.device("meta"):
+                self.inner = nn.Linear(2, 2)
+
+    with torch.device("meta"):
+        renewing = Renewing(nn.Linear(2, 2))
+    dtckpt.save(tmp_path / "c", {"object": nn.Linear(2, 2)})
+    with pytest.raises(DTypeError, match="'object' keeps tensors on the meta device"):
+        dtckpt.restore(tmp_path / "c", {"object": renewing})
 
 
 def test_the_visit_finds_meshes_names_and_places():
