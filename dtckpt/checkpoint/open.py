@@ -278,7 +278,7 @@ class Checkpoint:
         Where files note content digests, as `dtckpt.convert` does, it also says whether these tensors have changed.
 
         Args:
-            threads: Chunks that are read and digested at one time; default: one per core, at most 8. Fewer, where
+            threads: Chunks that are read and digested at one time; default: one per core, from 4 to 8. Fewer, where
                 chunks are so large that they would need more than 256 MiB of memory.
             progress: See `dtckpt.checkpoint.reading.verify.Progress`.
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
+from dtckpt.checkpoint.reading.verified_reads import COLD_THREADS
 from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError, CheckpointError, StorageError
 from dtckpt.format.content import content_digest, content_share
 from dtckpt.format.dtypes import DTYPES
@@ -108,7 +109,7 @@ def verify(
     start = time.monotonic()
     infos = checkpoint.tensors
     largest = max((info.max_chunk_nbytes for info in infos.values()), default=0)
-    threads = min(MAX_THREADS, os.cpu_count() or 1) if threads is None else threads
+    threads = min(MAX_THREADS, max(COLD_THREADS, os.cpu_count() or 1)) if threads is None else threads
     damages: list[Damage] = []
     num_chunks = nbytes = num_contents = 0
     with ThreadPoolExecutor(max(1, min(threads, MAX_NBYTES // max(1, largest)))) as pool:
