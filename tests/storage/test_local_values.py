@@ -130,11 +130,11 @@ def test_parts_of_chunks_go_where_they_are_wanted(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("is_held", [True, False])
-def test_what_the_system_holds_is_not_announced(tmp_path, monkeypatch, is_held):
-    """It is asked for a page of the value's own: that of the last byte may be the next value's, too."""
+def test_the_page_cache_is_asked_for_one_page_of_the_value(tmp_path, monkeypatch, is_held):
+    """Not for the page of the last byte, which may be the next value's, too."""
     (tmp_path / "value").write_bytes(bytes(1 << 20))
     value = value_at(tmp_path, FileRange("value", 0, 1 << 20))
-    probed, announced = [], []
+    probed = []
 
     def probe(number, memory, place, flags):
         probed.append(place)
@@ -143,9 +143,7 @@ def test_what_the_system_holds_is_not_announced(tmp_path, monkeypatch, is_held):
         return 1
 
     monkeypatch.setattr(os, "preadv", probe)
-    monkeypatch.setattr(os, "posix_fadvise", lambda *arguments: announced.append(arguments[1:3]))
-    value.announce(100, 300_000)
-    assert announced == ([] if is_held else [(100, 300_000 - 100)])
+    assert value.is_cold(100, 300_000) is not is_held
     (place,) = probed
     assert place // mmap.PAGESIZE * mmap.PAGESIZE >= 100
     assert (place // mmap.PAGESIZE + 1) * mmap.PAGESIZE <= 300_000
