@@ -274,8 +274,8 @@ class Checkpoint:
     def verify(self, *, threads: int | None = None, progress: Progress | None = None) -> VerifyReport:
         """Read everything and compare all digests: of chunks, of their blocks, and of the tensors' content.
 
-        Other libraries' files have no digests. For these files, the report says whether all tensors can be read.
-        Where files note content digests, as `dtckpt.convert` does, it also says whether these tensors have changed.
+        Other libraries' files usually have no digests. Then the report says only whether all tensors can be read. Files
+        that `dtckpt.convert` wrote can have content digests. Then the report also says which tensors have changed.
 
         Args:
             threads: Chunks that are read and digested at one time; default: one per core, from 4 to 8. Fewer, where

@@ -153,9 +153,10 @@ def _notable(parts: Sequence[PartReport | None], *, is_asked_for: bool) -> PartR
 def _workers(
     src: str, dst: str, *, workers: int | None, worker: int | None, resume: bool, dry_run: bool
 ) -> list[Worker] | list[None]:
-    """Return the workers that this process is, in order; None stands for a worker that writes all and keeps no parts.
+    """Return the workers whose parts this process writes, in order.
 
-    Without ``--workers`` a large checkpoint is written in parts, too, so that ``--resume`` finds those that are done.
+    A None in their place: the process writes the whole checkpoint at once, and ``--resume`` finds no part. Without
+    ``--workers``, a large checkpoint at a local path is written in parts, too.
     """
     from dtckpt.checkpoint.open import open_checkpoint
     from dtckpt.checkpoint.resharding.workers import Worker

@@ -116,7 +116,7 @@ class FallbackCoordination:
         """Leave the coordinator.
 
         Invariant: this client publishes all verdicts that it got before it makes its first call at the store. So a
-        round there that waits for one of these verdicts gets it before a call of the next operation can join.
+        client that waits at the store for one of these verdicts gets it before a call of the next operation can join.
         """
         with self._lock:
             if self._reason:

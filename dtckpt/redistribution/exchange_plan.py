@@ -148,7 +148,8 @@ class ExchangePlan:
         receives: Moves from other clients, by sending client, ascending.
         forwards: Moves that follow when everything is received, from one of this client's devices to another; both
             ids are of the target mesh.
-        is_local: Whether no client needs anything from another: each client of the target holds all parts.
+        is_local: Whether every client of the target holds all parts of the source, so that no client has to receive. It
+            can be false although nothing is sent.
     """
 
     copies: tuple[Move, ...]

@@ -87,7 +87,7 @@ class RedistributionPlan:
 
     @cached_property
     def is_local(self) -> bool:
-        """Whether no client needs anything from another."""
+        """Whether no exchange needs another client: see `ExchangePlan`."""
         return all(exchange.is_local for exchange in self.exchanges)
 
     def output_buffers(self, step: int, into: Components | None = None) -> list[OutputBuffers]:

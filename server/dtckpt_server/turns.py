@@ -31,11 +31,12 @@ NOBODY = ""
 
 
 class Turns:
-    """Queues of calls, one for each owner.
+    """Queues of calls, one for each owner: for each job, or prefix of jobs, that a token opens.
 
     Args:
         quotas: Limits for one owner.
-        max_calls: Calls under way at one time, of all owners, and as many heartbeat streams.
+        max_calls: Bound on the calls under way at one time, of all owners together. The same bound holds separately for
+            heartbeat streams.
         clock: Monotonic seconds.
     """
 

@@ -110,7 +110,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def tensor_view(value: Any, where: str) -> StorageView:
-    """Return the view of a storage that a tensor of a pickle is.
+    """Return the place of the elements of a pickled tensor: its storage, offset, shape and strides.
 
     Args:
         value: The value, as `parse_pickle` returns it.

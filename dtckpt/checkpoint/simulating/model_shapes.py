@@ -55,8 +55,9 @@ class ModelShapes:
 
     Args:
         name: The model's name.
-        parameters: Its parameters, in the order of the file.
-        state: Dtype of each tensor that is kept of every parameter, by the first part of its name.
+        parameters: Its parameters, in the order of the model's JSON file.
+        state: The tensors that training keeps for every parameter: dtype by the prefix of their names, such as
+            ``optimizer/exp_avg``.
         source: Where the numbers are from.
     """
 

@@ -1,7 +1,7 @@
 """The status of a job's local tier, as client 0 keeps it in the root for people: ``.dtckpt-tiers.json``.
 
-The file names all hosts and, for each save, the hosts that hold each part. So every reader of the root can ask which
-step would come back if some hosts died now, also while they are dead.
+The file names all hosts and, for each save, the hosts that hold each part. So every reader of the root can find
+out which step a restore would return if some hosts were lost, also while these hosts are down.
 """
 
 from __future__ import annotations

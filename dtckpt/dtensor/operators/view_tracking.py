@@ -233,15 +233,16 @@ def note_reshape(tensor: DTensor, what: object) -> None:
 
 
 def validate_write(tensor: DTensor, what: object, operands: Sequence[torch.Tensor] = ()) -> None:
-    """Check that a tensor may be written to: that no differentiable view of its memory got another shape in place.
+    """Refuse a write to a tensor if a differentiable view of its memory got another shape in place, as by `transpose_`.
 
     Args:
         tensor: The tensor.
         what: The operator, for the error.
-        operands: The tensors among its arguments. With one that requires a gradient, all views become differentiable.
+        operands: The tensors among its arguments. If an operand requires a gradient, the write makes all views
+            differentiable.
 
     Raises:
-        OperatorError: There is such a view: after the write, autograd would make it again in its former shape.
+        OperatorError: There is such a view: after the write, autograd would rebuild it in its former shape.
     """
     if tensor._writes is None or not tensor._writes.reshaped:
         return

@@ -106,10 +106,11 @@ def boxes_of_plans(plans: Sequence[DcpPlan]) -> dict[str, TensorBoxes]:
 
 
 def boxes_of_results(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> dict[str, TensorBoxes]:
-    """Return the tensors that all ranks have written, by key.
+    """Return the boxes of all tensors in the metadata, by key, each with the rank that wrote it.
 
     Raises:
-        SaveDisagreementError: No rank has written a box in the metadata, or a rank has written other items.
+        SaveDisagreementError: A box in the metadata was written by no rank, or a rank wrote a key that is not in the
+            metadata.
     """
     writers: dict[Place, int] = {}
     for client, part in enumerate(results):
