@@ -31,7 +31,7 @@ NOBODY = ""
 
 
 class Turns:
-    """Queues of calls, one for each owner: for each job, or prefix of jobs, that a token opens.
+    """Queues of calls, one for each owner: the job of a token, or else the part of a job's name before the first ``#``.
 
     Args:
         quotas: Limits for one owner.
