@@ -121,7 +121,7 @@ def save(folder: Path, source: State, other: State) -> None:
 
 
 def restores(folder: Path, same: State, other: State) -> list[tuple[str, str, Callable[[], object]]]:
-    """Return the works of all clients: by what is read, who reads, and how."""
+    """Return the restores of all clients: label, library, and the function that restores."""
     works: list[tuple[str, str, Callable[[], object]]] = []
     for what, state in (("restore, same layout", same), ("restore, other layout", other)):
         works += [

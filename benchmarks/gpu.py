@@ -187,7 +187,7 @@ def graph_with_sgd(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def graph_with_adamw(arguments: argparse.Namespace) -> Iterator[Row]:
-    """Capture a step of an optimizer that has numbers of its own on the GPU."""
+    """Capture a step of an optimizer that keeps its step count on the GPU."""
     return _captured("AdamW", arguments)
 
 

@@ -2,7 +2,7 @@
 
 Run: ``torchrun --nproc-per-node 2 -m benchmarks.train_step`` (a line of devices: tensor parallel), or
 ``torchrun --nproc-per-node 4 -m benchmarks.train_step --grid`` (2x2: data parallel by tensor parallel). ``--device
-cuda``: each client on a GPU of its own, through NCCL. The two take turns, from the same parameters on the same
+cuda``: each client on another GPU, through NCCL. The two take turns, from the same parameters on the same
 batches, and their losses must be equal within 1e-5. Times are medians of the slowest client's; ratios are medians of
 the ratios of neighbouring steps.
 """

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from dtckpt.checkpoint.low_bit_state import open_state
@@ -71,11 +72,12 @@ def memory_of(tensor: torch.Tensor) -> Hashable:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """Return the id of a plain tensor's storage; 0 for a tensor without one."""
+    if is_lazy(tensor):
+        return 0
     try:
         return storage_id(tensor)
-    # PyTorch raises one of them, by the kind of the tensor: sparse tensors, tensors inside of torch.func's transforms,
-    # parameters of lazy modules.
-    except (NotImplementedError, RuntimeError, ValueError):
+    # PyTorch raises either, by the kind of the tensor: sparse tensors, and tensors inside of torch.func's transforms.
+    except (NotImplementedError, RuntimeError):
         return 0
 
 

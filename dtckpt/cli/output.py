@@ -168,7 +168,7 @@ LESS = "FRX"
 
 
 def page(lines: Iterable[str], *, is_wanted: bool = True) -> None:
-    """Print lines: on a terminal through the pager, unless there is none or ``is_wanted`` is false."""
+    """Print lines: through the pager if output goes to a terminal, a pager exists and ``is_wanted`` is true."""
     command = pager_command(os.environ) if is_wanted and is_watched(sys.stdin, sys.stdout) else None
     if command is None:
         for line in lines:

@@ -14,7 +14,7 @@ from dtckpt.errors import ForkedProcessError
 
 _is_used = False
 _parent = 0
-"""The process that uses checkpoints and from which this process was forked; 0: there is none."""
+"""The id of the parent process that uses checkpoints, if this process was forked from it; else 0."""
 
 
 def claim_process() -> None:

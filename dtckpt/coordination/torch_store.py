@@ -1,7 +1,7 @@
 """Coordination through the key-value store of `torch.distributed`: barriers and heartbeats; the default under torchrun.
 
 There is no server with rules: each client reads and writes keys, and decides a round when it sees the reason. No
-collectives are used: a collective of a process group neither says who is missing nor mixes with other threads.
+collectives are used: a collective of a process group neither names missing clients nor works beside other threads.
 `dtckpt.coordination.torch_store_rounds` has the keys of barriers; a client's heartbeat is the key ``beat/<client>``.
 
 How a round is decided, and by whom:

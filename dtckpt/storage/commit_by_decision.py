@@ -18,8 +18,8 @@ Until then a newer attempt does not touch an older one whose leader is alive: ri
 gives a living rival up has written everything, and decides for itself in its next step; so of several living rivals one
 is committed. An attempt whose leader was silent for long is given up by the next leader that begins.
 
-All this needs two things of a store: a list shows what was written before, and if several clients create one object,
-only the first succeeds.
+All this needs two guarantees of a store: a list shows all objects that were written before it, and if several clients
+create one object, only the first succeeds.
 """
 
 from __future__ import annotations

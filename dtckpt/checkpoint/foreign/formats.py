@@ -39,8 +39,8 @@ class ForeignFormat:
             as in object stores, only these are looked for.
         is_file: Whether a file, by its name and its first `HEAD_NBYTES` bytes, is such a checkpoint.
         is_folder: Whether a directory, by the names in it, is such a checkpoint.
-        read_index: Reads the index, given the folder and names of files in it: all names, or the one that the user
-            chose. Raises `CheckpointError`s, and the errors of the methods of `Folder`.
+        read_index: Reads the index, given the folder and names of files in it: all names, or the
+            single name that the user chose. Raises `CheckpointError`s, and the errors of the methods of `Folder`.
         validate_file: Raises a `CheckpointError` for a file that is only a part of a checkpoint, by its name.
     """
 

@@ -105,7 +105,7 @@ class RootLock:
                 )
 
     def _lock(self, descriptor: int) -> None:
-        """Lock the file, and write into it who has the lock, for the message of a process that is refused."""
+        """Lock the file, and write the holder into it, for the error that another process gets."""
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

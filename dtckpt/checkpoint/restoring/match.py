@@ -462,7 +462,7 @@ class _Matcher:
         # An empty dict takes the saved items, as in the state of a fresh optimizer.
         if scope.adds or (scope.fills and not items and isinstance(target, Mapping | SimpleNamespace)):
             taken = {*items, *saved_keys.values()}
-            # Each client asks for the keys of its own rank. Keys without a client that asks for them are unexpected.
+            # A client passes over the keys of other ranks. Saved keys that no client asks for are unexpected.
             taken |= set() if scope.drops else keys_of_other_ranks(items, nodes)
             plans |= {
                 key: self._take(child, (*path, str(key)), scope.below(key))

@@ -1,4 +1,4 @@
-"""The union of the states of a save's clients, from their descriptions: who holds which box of each tensor; pure.
+"""The union of the states of a save's clients, from their descriptions: the holders of each box of each tensor; pure.
 
 A `Description` is text that the other clients can read. Clients compare digests of their descriptions; where these
 differ, they read each other's descriptions and plan the union (`dtckpt.checkpoint.saving.agree`).

@@ -84,7 +84,7 @@ def comparable(node: trees.Node) -> trees.Node:
 
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """Last parts of the names of a BatchNorm's buffers: DCP's items do not name their modules."""
-_CURE = "give what differs by rank a key of its own on each rank, as experts of their global numbers"
+_CURE = "give values that differ by rank distinct keys, for example the global numbers of experts"
 
 
 def validate_copies(
