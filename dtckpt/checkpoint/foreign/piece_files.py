@@ -195,7 +195,7 @@ class PieceFiles(CheckpointFiles):
         scratch = Scratch()
         pending: deque[Future[int]] = deque()
         with ExitStack() as stack:
-            pool: ThreadPoolExecutor | None = None
+            pools: dict[int, ThreadPoolExecutor] = {}  # by number of threads
             try:
                 for batch, nbytes in _batches(reads):
                     # A smaller batch is the only batch, or the last.
@@ -205,18 +205,16 @@ class PieceFiles(CheckpointFiles):
                     if threads == 1 or not is_large:
                         yield self._read_batch(batch, scratch)
                         continue
-                    if pool is None:
-                        pool = stack.enter_context(
-                            ThreadPoolExecutor(max(spare, COLD_THREADS), thread_name_prefix="dtckpt-reads")
-                        )
-                    pending.append(pool.submit(self._read_batch, batch, scratch))
+                    if threads not in pools:
+                        pools[threads] = stack.enter_context(ThreadPoolExecutor(threads, "dtckpt-reads"))
+                    pending.append(pools[threads].submit(self._read_batch, batch, scratch))
                     while len(pending) > threads:
                         yield pending.popleft().result()
                 while pending:
                     yield pending.popleft().result()
             except BaseException:
                 # After a failure nothing may go on writing into the caller's memory, which may be freed.
-                if pool is not None:
+                for pool in pools.values():
                     pool.shutdown(cancel_futures=True)
                 raise
 

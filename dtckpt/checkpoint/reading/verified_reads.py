@@ -132,7 +132,8 @@ class RegionReader:
             note(read_nbytes)
 
         with ExitStack() as stack:
-            pool: ThreadPoolExecutor | None = None
+            # By number of threads: chunks in the page cache get no more threads than the client has cores.
+            pools: dict[int, ThreadPoolExecutor] = {}
             try:
                 for read in self._read_small_ones(requests, note):
                     part = read.part
@@ -148,11 +149,9 @@ class RegionReader:
                     work: Callable[[], int] = partial(self._finish, read, scratch)
                     # A read that is alone in the queue runs in this thread, which would only wait for another thread.
                     if threads > 1 and pending and read.value is not None and part.nbytes >= LARGE_NBYTES:
-                        if pool is None:
-                            pool = stack.enter_context(
-                                ThreadPoolExecutor(max(spare, COLD_THREADS), thread_name_prefix="dtckpt-reads")
-                            )
-                        work = pool.submit(work).result
+                        if threads not in pools:
+                            pools[threads] = stack.enter_context(ThreadPoolExecutor(threads, "dtckpt-reads"))
+                        work = pools[threads].submit(work).result
                     pending.append((read, work))
                     in_flight += part.nbytes
                 while pending:
@@ -160,7 +159,7 @@ class RegionReader:
             except BaseException:
                 # After a failure nothing may go on writing into the caller's memory, which may be freed: reads that
                 # have not begun are cancelled, all others are waited for.
-                if pool is not None:
+                for pool in pools.values():
                     pool.shutdown(cancel_futures=True)
                 for read, _ in pending:
                     if read.handle is not None:

@@ -99,6 +99,19 @@ def test_threads_read_from_the_disk(cold_folder, readers, form):
     assert readers == {"MainThread"}
 
 
+@pytest.mark.parametrize("cores", [1, 2])
+def test_chunks_in_the_page_cache_take_the_threads_of_the_cores(cold_folder, readers, monkeypatch, cores):
+    monkeypatch.setattr(verified_reads, "spare_threads", lambda: cores)
+    saved = {f"w{number}": torch.randn(SHAPE) for number in range(TENSORS)}
+    dtckpt.save(cold_folder / "c", saved)
+    target = {name: torch.zeros(SHAPE) for name in saved}
+    dtckpt.restore(cold_folder / "c", target)
+    readers.clear()
+    dtckpt.restore(cold_folder / "c", target)
+    allowed = {f"dtckpt-reads_{number}" for number in range(cores)} if cores > 1 else set()
+    assert readers <= {"MainThread", *allowed}
+
+
 def test_a_damaged_chunk_is_found_on_the_disk(cold_folder, readers):
     saved = {f"w{number}": torch.randn(SHAPE) for number in range(TENSORS)}
     dtckpt.save(cold_folder / "c", saved)
