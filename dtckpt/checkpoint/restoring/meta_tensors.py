@@ -8,12 +8,12 @@ take their place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 
 import torch
 from torch import nn
 
 from dtckpt.checkpoint.leaves import new_memory
+from dtckpt.checkpoint.parameter_names import parameters_of
 from dtckpt.checkpoint.restoring.new_tensors import empty_beside, layout_of_tensor
 from dtckpt.checkpoint.restoring.target import ObjectSlot, is_meta
 from dtckpt.checkpoint.shards import named_tensors
@@ -46,16 +46,17 @@ class MetaTensors:
             self._memory[id(tensor)] = tensor, new
         return self._memory[id(tensor)][1]
 
-    def validate(self, slot: ObjectSlot, path: str) -> None:
-        """Check that all tensors of a module on the meta device can get memory; note them.
+    def note_object(self, slot: ObjectSlot, path: str) -> None:
+        """Note the tensors of a module and the parameters of an optimizer that are on the meta device.
 
         Args:
             slot: An object of the target whose state was planned.
             path: Its path, for errors.
 
         Raises:
-            DTypeError: A tensor is not a part of the module's state, or something holds it by a weak reference.
+            DTypeError: A tensor of a module cannot get memory: it is not a part of the module's state, or something holds it by a weak reference.
         """
+        self._parameters.extend((path, parameter) for parameter in parameters_of(slot.value) if is_meta(parameter))
         if not isinstance(slot.value, nn.Module):
             return
         meta = {name: tensor for name, tensor in named_tensors(slot.value) if is_meta(tensor)}
@@ -75,10 +76,6 @@ class MetaTensors:
                 "cannot get memory; call to_empty(device=…) on the module before the restore"
             )
         self._in_modules.extend(tensor for tensor in meta.values() if id(tensor) in self._memory)
-
-    def note_parameters(self, parameters: Iterable[torch.Tensor], path: str) -> None:
-        """Note the parameters of an optimizer of the target, for `validate_parameters`."""
-        self._parameters.extend((path, parameter) for parameter in parameters if is_meta(parameter))
 
     def validate_parameters(self) -> None:
         """Check that the parameters of optimizers get memory, once the whole target is planned.

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from dtckpt.checkpoint.restoring.optimizer_match import (
     Match,
@@ -20,6 +20,7 @@ from dtckpt.checkpoint.restoring.optimizer_match import (
     SavedOptimizer,
     SavedOptimizers,
 )
+from dtckpt.checkpoint.restoring.pairs import Notes, Pair, keep_defaults
 from dtckpt.errors import ShapeMismatchError
 from dtckpt.format import tree as trees
 from dtckpt.format.names import name_of_key
@@ -40,47 +41,28 @@ EMPTY: Node = {"dict": [["state", {"dict": []}], ["param_groups", {"list": []}]]
 """The state of an optimizer for which the checkpoint has no place."""
 
 
-@dataclass(slots=True)
-class RewrittenState:
-    """The saved state of an optimizer, as a target looks for it.
-
-    Args:
-        node: The state.
-        used: Names of tensors, and paths of plain values, of the checkpoint that the target takes, or that its order of
-            parameters replaces.
-        renamed: Name in the target by the name in the checkpoint, of the tensors where they differ.
-        missing: Paths of the parameters that the checkpoint lacks.
-        owners: Rule by path of a part of the state.
-        kept_state: Keys of the parameters whose state in the target stays.
-        kept_options: For each group, the options that keep the target's value.
-    """
-
-    node: Node
-    used: set[str] = field(default_factory=set)
-    renamed: dict[str, str] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    owners: dict[str, Rule] = field(default_factory=dict)
-    kept_state: frozenset[Any] = frozenset()
-    kept_options: Sequence[frozenset[str]] = ()
+AnyPair = TypeVar("AnyPair", bound=Pair[Any])
 
 
 def rewrite_state(
+    pair: AnyPair,
     wanted: Sequence[OptimizerParameter],
     groups: Sequence[Mapping[str, Any]],
     match: Match,
     saved: SavedOptimizers,
-    path: tuple[str, ...],
-) -> RewrittenState:
-    """Return the saved state of an optimizer in a target's terms.
+    notes: Notes,
+) -> AnyPair:
+    """Return the pair of an optimizer's state with the saved state in the target's terms.
 
     Args:
+        pair: The state.
         wanted: The parameters of the target's optimizer.
         groups: Its groups, as in its state.
         match: The saved parts that belong to this optimizer.
         saved: The saved optimizers.
-        path: The keys that lead to the target's optimizer.
+        notes: Gets the names that the state has.
     """
-    rewriter = _Rewriter(saved, path)
+    rewriter = _Rewriter(saved, pair.path, notes)
     state = [*rewriter.state(wanted, match), *rewriter.state_of_no_parameter()]
     members: list[list[tuple[OptimizerParameter, Rule]]] = [[] for _ in groups]
     for parameter, rule in zip(wanted, match.rules, strict=True):
@@ -88,29 +70,32 @@ def rewrite_state(
     rewritten = [
         rewriter.group(number, group, members[number], match.groups[number]) for number, group in enumerate(groups)
     ]
-    made = rewriter.made
-    made.node = {"dict": [["state", {"dict": state}], ["param_groups", {"list": rewritten}]]}
-    made.kept_state = frozenset(each.key for each, place in zip(wanted, match.sources, strict=True) if place is None)
-    return made
+    kept = frozenset(each.key for each, place in zip(wanted, match.sources, strict=True) if place is None)
+    return replace(
+        pair,
+        node={"dict": [["state", {"dict": state}], ["param_groups", {"list": rewritten}]]},
+        scope=keep_defaults(pair.scope, kept, rewriter.kept_options),
+    )
 
 
 class _Rewriter:
     """Makes the nodes of one optimizer of a target, and notes which names of the checkpoint they take."""
 
-    def __init__(self, saved: SavedOptimizers, path: tuple[str, ...]) -> None:
+    def __init__(self, saved: SavedOptimizers, path: tuple[str, ...], notes: Notes) -> None:
         self._saved = saved
         self._path = path
         self._used_groups: set[Place] = set()
-        self.made = RewrittenState({})
+        self._notes = notes
+        self.kept_options: list[frozenset[str]] = []
 
     def state(self, wanted: Sequence[OptimizerParameter], match: Match) -> Iterator[list[Any]]:
         """Yield the key and the node of each parameter that has state in the checkpoint."""
         for parameter, place, rule in zip(wanted, match.sources, match.rules, strict=True):
             where = "/".join((*self._path, "state", name_of_key(parameter.label)))
             if place is None:
-                self.made.missing.append(where)
+                self._notes.missing.append(where)
                 continue
-            self.made.owners[where] = rule
+            self._notes.owners[where] = rule
             source, saved = self._saved.optimizers[place[0]], self._saved.parameter(place)
             if (place[0], saved.group) not in self._used_groups:
                 self._used_groups.add((place[0], saved.group))
@@ -123,7 +108,7 @@ class _Rewriter:
             old = "/".join((*source.path, "state", name_of_key(key)))
             if old != where:
                 names = trees.tensor_names(source.state[key])
-                self.made.renamed |= {name: where + name.removeprefix(old) for name in names}
+                self._notes.renamed |= {name: where + name.removeprefix(old) for name in names}
             yield [parameter.key, source.state[key]]
 
     def state_of_no_parameter(self) -> Iterator[list[Any]]:
@@ -144,15 +129,15 @@ class _Rewriter:
         place: Place | None,
     ) -> Node:
         """Return the node of a group of the target: the options of a saved one, and its own parameters."""
-        where, made = "/".join((*self._path, "param_groups", str(number))), self.made
+        where = "/".join((*self._path, "param_groups", str(number)))
         options = {} if place is None else self._saved.optimizers[place[0]].groups[place[1]]
         own = group.keys() - _MEMBERS
         kept = own if place is None else lacking_options(own, options.keys())
-        made.kept_options = [*made.kept_options, frozenset(kept)]
+        self.kept_options.append(frozenset(kept))
         by_name = all(rule != "position" for _, rule in members) and bool(members)
-        made.owners[where] = "default" if place is None else "name" if by_name else "position"
+        self._notes.owners[where] = "default" if place is None else "name" if by_name else "position"
         if place is not None:
-            made.owners |= dict.fromkeys((f"{where}/{key}" for key in sorted(kept)), "default")
+            self._notes.owners |= dict.fromkeys((f"{where}/{key}" for key in sorted(kept)), "default")
         items = [[key, node] for key, node in options.items() if key not in _MEMBERS]
         items.append(["params", {"list": [encode_value(each.key, where) for each, _ in members]}])
         if "param_names" in group:
@@ -166,8 +151,8 @@ class _Rewriter:
         for key in items.keys() & keys:
             path = (*saved.path, *at, str(key))
             below = (below for below, _ in trees.value_nodes(items[key]))
-            self.made.used.update("/".join((*path, end) if end else path) for end in below)
-            self.made.used.update(trees.tensor_names(items[key]))
+            self._notes.used.update("/".join((*path, end) if end else path) for end in below)
+            self._notes.used.update(trees.tensor_names(items[key]))
 
 
 def lacking_options(wanted: Collection[str], saved: Collection[str]) -> frozenset[str]:
