@@ -5,26 +5,24 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Callable, Iterable, Mapping, MutableSequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
 
 from dtckpt.checkpoint.foreign import dcp_files
-from dtckpt.checkpoint.leaves import Leaf, as_leaf, is_fillable, is_tensor, new_memory, with_arrays
-from dtckpt.checkpoint.low_bit_state import own_parts, restorer_of
+from dtckpt.checkpoint.leaves import is_tensor
 from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.parameter_names import memory_of
 from dtckpt.checkpoint.per_client import ClientNumber
-from dtckpt.checkpoint.restoring.meta_tensors import MetaTensors
+from dtckpt.checkpoint.restoring.memory import Memory, plan_memory
 from dtckpt.checkpoint.restoring.optimizer_match import rename_optimizers
 from dtckpt.checkpoint.restoring.optimizer_states import OptimizerStates
-from dtckpt.checkpoint.restoring.pairs import CLOSED, Notes, Pair
+from dtckpt.checkpoint.restoring.pairs import CLOSED, Pair
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
 from dtckpt.checkpoint.restoring.target import (
@@ -38,14 +36,11 @@ from dtckpt.checkpoint.restoring.target import (
 )
 from dtckpt.checkpoint.restoring.wrapper_prefixes import match_unwrapped
 from dtckpt.checkpoint.rng_state import RngState
-from dtckpt.checkpoint.shards import ShardMark, Shards
-from dtckpt.dtensor import DTensor
-from dtckpt.dtensor.torch_interop import KeptLayouts
-from dtckpt.errors import LayoutError, ShapeMismatchError, TensorNotFoundError, TreeError
+from dtckpt.checkpoint.shards import Shards
+from dtckpt.errors import ShapeMismatchError, TensorNotFoundError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.containers import ClientValues, TensorParts
 from dtckpt.format.plain_values import EnumMember, refusal
-from dtckpt.layout.region import Region
 
 
 def saved_names(checkpoint: Checkpoint, options: RestoreOptions) -> set[str]:
@@ -78,20 +73,21 @@ def plan_target(
     # Neither a new name nor a distributed checkpoint of PyTorch tells the type of a key: 0 or "0".
     has_text_keys = bool(names) or checkpoint.format == dcp_files.KIND
     optimizers = OptimizerStates(target.parameter_names, of_parameters, lambda name: checkpoint.info(name).shape)
-    layouts = StateLayouts(target.tensors, target.shard_marks, checkpoint.tensors)
-    matcher, notes = _Matcher(checkpoint, client, optimizers, layouts, has_text_keys=has_text_keys), optimizers.notes
+    matcher, notes = _Matcher(client, optimizers, checkpoint, has_text_keys=has_text_keys), optimizers.notes
     renewed = matcher.visit(Pair(target.root, structure, at, CLOSED))
     matcher.visit_late()
     matcher.find_tied()
-    matcher.modules.validate_parameters()
+    memory = plan_memory(
+        checkpoint, StateLayouts(target.tensors, target.shard_marks, checkpoint.tensors), matcher.taken, matcher.objects
+    )
 
     def finish() -> Any:
         # Modules first: an optimizer moves its state to the devices of its parameters.
-        matcher.modules.give_memory()
+        memory.give_to_modules()
         # Then the tree, then the objects: `load_state_dict` copies out of memory that is filled by then.
-        result = renewed()
+        result = renewed(memory)
         for load in (*matcher.loads, *matcher.last_loads):
-            load()
+            load(memory)
         return result
 
     tensors = trees.tensor_names(structure) if at else checkpoint.tensors
@@ -100,11 +96,11 @@ def plan_target(
         for path in (*notes.missing, *notes.defaulted):
             checkpoint.validate_readable(path)
     refused = (path for path in checkpoint.refused if path.startswith("/".join((*at, ""))))
-    unused = {*tensors, *values, *refused} - notes.used
+    unused = {*tensors, *values, *refused} - notes.used - memory.used
     unexpected = sorted(moved.get(name, name) if name in checkpoint.tensors else name for name in unused)
     renamed = {**moved, **notes.renamed}
     return RestorePlan(
-        matcher.leaves,
+        memory.leaves,
         finish,
         renamed,
         sorted(notes.missing),
@@ -125,47 +121,47 @@ def _part_at(node: trees.Node, at: tuple[str, ...]) -> trees.Node:
     return node
 
 
+Renewal = Callable[[Memory], Any]
+"""Gives a place of the target its new value, when the memory is filled; returns the value."""
+
+
 class _Matcher:
     """Walks the target and the saved structure side by side.
 
-    The walk changes nothing: it collects the memory to be filled, and returns for every pair a function that gives the
-    place its new value once the memory is filled. So a mismatch anywhere leaves the whole target as it was.
+    The walk changes nothing: it collects the pairs that need memory, and returns for every pair a function that gives
+    the place its new value once the memory is filled. So a mismatch anywhere leaves the whole target as it was.
 
     Args:
-        checkpoint: The checkpoint.
         client: Which of the clients that restore this one is.
         optimizers: Finds the state of the target's optimizers.
-        layouts: Allocates the tensors that the target lacks.
+        checkpoint: The checkpoint.
         has_text_keys: Whether the keys of the structure's dicts may have had other types.
 
     Attributes:
         notes: The names that the walk has met.
-        leaves: The memory to be filled, each with its tensor's name in the checkpoint.
-        modules: The memory for tensors of modules that have none.
+        taken: The pairs whose saved tensors and values are taken: each needs memory.
+        objects: The pairs of objects whose state is matched.
         loads: Give the stateful objects of the target their state, inner ones first.
         last_loads: The same for random states: the other objects may draw numbers when they load.
     """
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
         client: ClientNumber,
         optimizers: OptimizerStates,
-        layouts: StateLayouts,
+        checkpoint: Checkpoint,
         *,
         has_text_keys: bool,
     ) -> None:
         self._checkpoint = checkpoint
         self._client = client
         self._optimizers = optimizers
-        self._layouts = layouts
         self._has_text_keys = has_text_keys
         self.notes = optimizers.notes
-        self.leaves: list[tuple[str, Leaf]] = []
-        self._kept: KeptLayouts = {}
-        self.modules = MetaTensors()
-        self.loads: list[Callable[[], object]] = []
-        self.last_loads: list[Callable[[], object]] = []
+        self.taken: list[Pair[Any]] = []
+        self.objects: list[Pair[ObjectSlot]] = []
+        self.loads: list[Renewal] = []
+        self.last_loads: list[Renewal] = []
         self._late: list[Pair[ObjectSlot]] = []
         self._filled: list[torch.Tensor] = []
         self._lacking: dict[str, torch.Tensor] = {}
@@ -182,17 +178,17 @@ class _Matcher:
             tied = {path for path, tensor in self._lacking.items() if memory_of(tensor) in filled}
             self.notes.missing = [path for path in self.notes.missing if path not in tied]
 
-    def visit(self, pair: Pair[Any]) -> Callable[[], Any]:
-        """Plan one pair; return a function that gives the place its new value after the reads."""
+    def visit(self, pair: Pair[Any]) -> Renewal:
+        """Match one pair; return a function that gives the place its new value after the reads."""
         if pair.scope.drops and self._is_replaced(pair):
-            return self._take(pair)
+            pair = replace(pair, slot=None)
         match pair.slot:
             case TensorSlot():
                 return self._visit_tensor(pair)
             case ObjectSlot(value=target):
                 # A scheduler can be planned when all optimizers are.
                 self._late.append(pair) if pair.slot.is_scheduler else self._visit_state(pair)
-                return lambda: target
+                return lambda _: target
             case PerClientSlot():
                 return self._visit_per_client(pair)
             case ContainerSlot():
@@ -200,7 +196,7 @@ class _Matcher:
             case Slot(enum.Enum() as value) if "enum" in pair.node:
                 self.notes.used.add(pair.where)
                 member = EnumMember(*pair.node["enum"]).of(type(value), pair.where)
-                return lambda: member
+                return lambda _: member
             case PlainSlot() | None:
                 return self._take(pair)
         raise refusal(pair.slot.value, pair.where, "restore into")
@@ -217,43 +213,32 @@ class _Matcher:
                 return self._opened(pair, "dict" if isinstance(items, Mapping) else "sequence") is None
         return False
 
-    def _visit_tensor(self, pair: Pair[TensorSlot]) -> Callable[[], Any]:
-        target, mark = pair.slot.value, pair.slot.mark
+    def _visit_tensor(self, pair: Pair[TensorSlot]) -> Renewal:
+        target = pair.slot.value
         if isinstance(target, Shards):
-            memory_of_part = self._visit_tensor(
-                replace(pair, slot=TensorSlot(target.tensor, pair.slot.path, target.shard_mark))
-            )
-            return lambda: target.assign(memory_of_part())
-        name = pair.tensor_name
-        if name is None:
+            part = TensorSlot(target.tensor, pair.slot.path, target.shard_mark)
+            memory_of_part = self._visit_tensor(replace(pair, slot=part))
+            return lambda memory: target.assign(memory_of_part(memory))
+        if pair.tensor_name is None:
             raise pair.misfit("tensor")
-        if isinstance(target, np.ndarray) and not is_fillable(target):
-            raise TreeError(
-                f"cannot restore into the array at {pair.where!r}: it is read-only, or PyTorch cannot address "
-                "its elements; pass a copy() of it"
-            )
-        if isinstance(target, DTensor) and target._view is not None:
-            raise LayoutError(
-                f"tensor {name!r} is a view whose values are not in the memory of its source; restore into the source"
-            )
-        self.notes.used.add(name)
-        # The target keeps its own tensor: an optimizer, a tied layer or a graph may hold it, too.
-        memory = target
         if isinstance(target, torch.Tensor):
             self._filled.append(target)
-            memory = self.modules.memory_of(target, name)
-        self._fill(name, memory, mark)
-        return lambda: memory
+        return self._take(pair)
+
+    def _take(self, pair: Pair[Any]) -> Renewal:
+        """Take the saved tensors and values as they are."""
+        self.taken.append(pair)
+        return lambda memory: memory.value_of(pair)
 
     def _visit_state(self, pair: Pair[ObjectSlot]) -> None:
-        """Plan the state of an object."""
+        """Match the state of an object."""
         slot, where = pair.slot, pair.where
         renewed = self.visit(self._optimizers.of_object(pair))
-        self.modules.note_object(slot, where)
+        self.objects.append(pair)
         loads = self.last_loads if isinstance(slot.value, RngState) else self.loads
-        loads.append(lambda: slot.fill(renewed(), where))
+        loads.append(lambda memory: slot.fill(renewed(memory), where))
 
-    def _visit_per_client(self, pair: Pair[PerClientSlot]) -> Callable[[], Any]:
+    def _visit_per_client(self, pair: Pair[PerClientSlot]) -> Renewal:
         """Plan to give a target that differs by client its own of the saved values."""
         slot, target = pair.slot, pair.slot.value
         if pair.saved_type != "PerClient":
@@ -265,17 +250,17 @@ class _Matcher:
         if source is not None:
             self._optimizers.note_client(pair.path, source)
             renewed = self.visit(Pair(slot.inner, saved[source], (*pair.path, str(source)), pair.scope))
-            return lambda: slot.fill(renewed())
+            return lambda memory: slot.fill(renewed(memory))
         if not callable(target.on_resize):
-            return lambda: target
+            return lambda _: target
         choose, values = target.on_resize, self._take(pair)
         if isinstance(slot.inner, ObjectSlot):
             loads = self.last_loads if isinstance(target.value, RngState) else self.loads
-            loads.append(lambda: target.value.load_state_dict(choose(values(), *self._client)))
-            return lambda: target
-        return lambda: slot.fill(choose(values(), *self._client))
+            loads.append(lambda memory: target.value.load_state_dict(choose(values(memory), *self._client)))
+            return lambda _: target
+        return lambda memory: slot.fill(choose(values(memory), *self._client))
 
-    def _visit_container(self, pair: Pair[ContainerSlot]) -> Callable[[], Any]:
+    def _visit_container(self, pair: Pair[ContainerSlot]) -> Renewal:
         target = pair.slot.value
         if pair.slot.kind == "TensorParts":
             _validate_parts(pair)
@@ -287,16 +272,16 @@ class _Matcher:
         is_dict = isinstance(pair.slot.items, Mapping)
         plans = self._plan_dict(pair) if is_dict else self._plan_sequence(pair)
         slot, drops = pair.slot, pair.scope.drops
-        return lambda: slot.fill({key: renew() for key, renew in plans.items()}, drops=drops)
+        return lambda memory: slot.fill({key: renew(memory) for key, renew in plans.items()}, drops=drops)
 
-    def _plan_dict(self, pair: Pair[ContainerSlot]) -> dict[Any, Callable[[], Any]]:
+    def _plan_dict(self, pair: Pair[ContainerSlot]) -> dict[Any, Renewal]:
         """Plan the items of a dict, whose scope is the pair's."""
         slots, scope, nodes = pair.slot.slots, pair.scope, dict(self._saved_items(pair, "dict"))
         if self._has_text_keys:
             known = {str(key): key for key in (*scope.by_key, *slots)}
             nodes = {known.get(str(key), key): node for key, node in nodes.items()}
         saved_keys = match_unwrapped(slots, nodes)
-        plans: dict[Any, Callable[[], Any]] = {}
+        plans: dict[Any, Renewal] = {}
         for key, child in slots.items():
             saved_key = saved_keys.get(key, key)
             if saved_key in nodes:
@@ -304,7 +289,7 @@ class _Matcher:
                 plans[key] = self.visit(below)
                 self._note_renamed(below, "/".join((*pair.path, str(key))))
             elif key in scope.keeps:
-                plans[key] = partial(_same, child.value)
+                plans[key] = partial(_kept, child.value)
             elif not scope.drops:
                 self._note_lacking(child, "/".join((*pair.path, str(key))))
         # An empty dict takes the saved items, as in the state of a fresh optimizer.
@@ -329,7 +314,7 @@ class _Matcher:
         if isinstance(slot, TensorSlot) and not isinstance(slot.value, np.ndarray):
             self._lacking[where] = slot.value
 
-    def _plan_sequence(self, pair: Pair[ContainerSlot]) -> dict[Any, Callable[[], Any]]:
+    def _plan_sequence(self, pair: Pair[ContainerSlot]) -> dict[Any, Renewal]:
         """Plan the items of a sequence, whose scope is the pair's."""
         target, slots, saved = pair.slot.value, [*pair.slot.slots.values()], self._saved_items(pair, "sequence")
         # An empty list takes the saved items, too.
@@ -373,38 +358,8 @@ class _Matcher:
             return None
         return items if kind == "dict" else [(position, by_key[position]) for position in positions]
 
-    def _take(self, pair: Pair[Any]) -> Callable[[], Any]:
-        """Plan a node for which the target holds no tensors: take its plain values, and allocate its tensors."""
-        scope, restore = pair.scope, None
-        if scope.is_optimizer and (names := pair.tensor_names):
-            restore = restorer_of(pair.node, scope.parameter, scope.optimizer, names[0])
-            pair = pair if restore is None else replace(pair, node=own_parts(pair.node, scope.parameter))
-        node = pair.node
-        self.notes.used.update(pair.names)
-        infos = {name: self._checkpoint.info(name) for name in pair.tensor_names}
-        # Before memory is taken: the shapes are claims of the manifest.
-        self._checkpoint.validate_stored((name, Region.full(info.shape)) for name, info in infos.items())
-        arrays = set(trees.array_names(node))
-        new: dict[str, torch.Tensor] = {}
-        for name, info in infos.items():
-            mark = None
-            if name in arrays:
-                new[name] = new_memory(name, info.shape, info.dtype)
-            else:
-                new[name], mark = self._layouts.allocate(name, info, scope)
-            self._fill(name, new[name], mark)
-        made = with_arrays(new, arrays)
-        if restore is not None:
-            return lambda: restore(trees.build(node, made.__getitem__))
-        return lambda: trees.build(node, made.__getitem__)
 
-    def _fill(self, name: str, memory: torch.Tensor | np.ndarray[Any, Any], mark: ShardMark | None) -> None:
-        """Note memory that is to be filled with a tensor, or with the part of it that a mark says."""
-        leaf = Shards.of(memory, mark) if mark is not None and isinstance(memory, torch.Tensor) else memory
-        self.leaves.append((name, as_leaf(leaf, name, self._kept)))
-
-
-def _same(value: Any) -> Any:
+def _kept(value: Any, _: Memory) -> Any:
     return value
 
 

@@ -54,7 +54,8 @@ class MetaTensors:
             path: Its path, for errors.
 
         Raises:
-            DTypeError: A tensor of a module cannot get memory: it is not a part of the module's state, or something holds it by a weak reference.
+            DTypeError: A tensor of a module cannot get memory: it is not a part of the module's state, or something
+                holds it by a weak reference.
         """
         self._parameters.extend((path, parameter) for parameter in parameters_of(slot.value) if is_meta(parameter))
         if not isinstance(slot.value, nn.Module):

@@ -1,7 +1,7 @@
 """`Pair`: a place of a target with the saved part that fills it; and `Scope`: how the two may differ.
 
-The state of a module has the same tensors before and after the restore. Any other object takes the saved state, whatever
-it holds at the moment: an optimizer before its first step, a data loader that has seen more or fewer samples.
+The state of a module has the same tensors before and after the restore. Any other object takes the saved state,
+whatever it holds at the moment: an optimizer before its first step, a data loader that has seen more or fewer samples.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Pair(Generic[S]):
     """A place of a target, and the part of a checkpoint that fills it.
 
     Args:
-        slot: The place; None if the target lacks it.
+        slot: The place; None if the target lacks it, or if the saved part replaces it as a whole.
         node: The saved node.
         path: The keys that lead to the node in the checkpoint.
         scope: How the place may differ from the node.
