@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from dtckpt.checkpoint.foreign import dcp_files
-from dtckpt.checkpoint.leaves import is_tensor
 from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.parameter_names import memory_of
@@ -22,7 +21,7 @@ from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.restoring.memory import Memory, plan_memory
 from dtckpt.checkpoint.restoring.optimizer_match import rename_optimizers
 from dtckpt.checkpoint.restoring.optimizer_states import OptimizerStates
-from dtckpt.checkpoint.restoring.pairs import CLOSED, Pair
+from dtckpt.checkpoint.restoring.pairs import CLOSED, Pair, Saved
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
 from dtckpt.checkpoint.restoring.target import (
@@ -74,7 +73,7 @@ def plan_target(
     has_text_keys = bool(names) or checkpoint.format == dcp_files.KIND
     optimizers = OptimizerStates(target.parameter_names, of_parameters, lambda name: checkpoint.info(name).shape)
     matcher, notes = _Matcher(client, optimizers, checkpoint, has_text_keys=has_text_keys), optimizers.notes
-    renewed = matcher.visit(Pair(target.root, structure, at, CLOSED))
+    renewed = matcher.visit(Pair(structure, at, target.root, CLOSED))
     matcher.visit_late()
     matcher.find_tied()
     memory = plan_memory(
@@ -220,7 +219,7 @@ class _Matcher:
             memory_of_part = self._visit_tensor(replace(pair, slot=part))
             return lambda memory: target.assign(memory_of_part(memory))
         if pair.tensor_name is None:
-            raise pair.misfit("tensor")
+            raise _misfit(pair, "tensor")
         if isinstance(target, torch.Tensor):
             self._filled.append(target)
         return self._take(pair)
@@ -241,15 +240,15 @@ class _Matcher:
     def _visit_per_client(self, pair: Pair[PerClientSlot]) -> Renewal:
         """Plan to give a target that differs by client its own of the saved values."""
         slot, target = pair.slot, pair.slot.value
-        if pair.saved_type != "PerClient":
-            raise pair.misfit("PerClient")
+        if pair.type_name != "PerClient":
+            raise _misfit(pair, "PerClient")
         # All clients' values count as used: a value that this client does not take is not unexpected.
         self.notes.used.update(pair.names)
         saved = dict(self._saved_items(pair, "dict"))
         source = target.source(saved, pair.node["type"][1], self._client, pair.where)
         if source is not None:
             self._optimizers.note_client(pair.path, source)
-            renewed = self.visit(Pair(slot.inner, saved[source], (*pair.path, str(source)), pair.scope))
+            renewed = self.visit(Pair(saved[source], (*pair.path, str(source)), slot.inner, pair.scope))
             return lambda memory: slot.fill(renewed(memory))
         if not callable(target.on_resize):
             return lambda _: target
@@ -262,10 +261,10 @@ class _Matcher:
 
     def _visit_container(self, pair: Pair[ContainerSlot]) -> Renewal:
         target = pair.slot.value
-        if pair.slot.kind == "TensorParts":
-            _validate_parts(pair)
-        elif pair.saved_type == "PerClient" and not isinstance(target, ClientValues):
-            raise pair.misfit(type(target).__name__)
+        if isinstance(pair.slot.items, TensorParts):
+            _validate_parts(pair, pair.slot.items)
+        elif pair.type_name == "PerClient" and not isinstance(target, ClientValues):
+            raise _misfit(pair, type(target).__name__)
         if isinstance(target, tuple) and "tuple" in pair.node:  # older versions saved named tuples so
             pair = replace(pair, slot=pair.slot.by_position)
         pair = self._optimizers.of_container(pair)
@@ -285,7 +284,7 @@ class _Matcher:
         for key, child in slots.items():
             saved_key = saved_keys.get(key, key)
             if saved_key in nodes:
-                below = Pair(child, nodes[saved_key], (*pair.path, str(saved_key)), scope.below(key))
+                below = Pair(nodes[saved_key], (*pair.path, str(saved_key)), child, scope.below(key))
                 plans[key] = self.visit(below)
                 self._note_renamed(below, "/".join((*pair.path, str(key))))
             elif key in scope.keeps:
@@ -298,7 +297,7 @@ class _Matcher:
             # A client passes over the keys of other ranks. Saved keys that no client asks for are unexpected.
             taken |= set() if scope.drops else _keys_of_other_ranks(slots, nodes)
             plans |= {
-                key: self._take(Pair(None, node, (*pair.path, str(key)), scope.below(key)))
+                key: self._take(Pair(node, (*pair.path, str(key)), None, scope.below(key)))
                 for key, node in nodes.items()
                 if key not in taken
             }
@@ -332,7 +331,7 @@ class _Matcher:
             )
         some = [*slots, *(None for _ in saved)]
         return {
-            at: self.visit(Pair(some[at], node, (*pair.path, str(at)), pair.scope.below(at)))
+            at: self.visit(Pair(node, (*pair.path, str(at)), some[at], pair.scope.below(at)))
             for at, (_, node) in enumerate(saved)
         }
 
@@ -340,7 +339,7 @@ class _Matcher:
         """Return the items of a saved container, which fill a target of a kind: ``dict`` or ``sequence``."""
         items = self._opened(pair, kind)
         if items is None:
-            raise pair.misfit(kind)
+            raise _misfit(pair, kind)
         return items
 
     def _opened(self, pair: Pair[Any], kind: str) -> list[tuple[Any, trees.Node]] | None:
@@ -379,20 +378,27 @@ def _keys_of_other_ranks(own: Iterable[Any], saved: Iterable[Any]) -> set[Any]:
     return {key for key in saved if key not in own and start(key) in starts}
 
 
-def _validate_parts(pair: Pair[ContainerSlot]) -> None:
+def _misfit(saved: Saved, kind: str) -> TensorNotFoundError:
+    """Return the error for a saved part that cannot fill a place of a kind."""
+    ((tag, content),) = saved.node.items()
+    found = content[0] if tag == "type" else tag
+    return TensorNotFoundError(f"the checkpoint has a {found} at {saved.where!r}; the target wants a {kind}")
+
+
+def _validate_parts(pair: Pair[ContainerSlot], parts: TensorParts) -> None:
     """Check that the saved parts belong to a tensor of the same class, shape and context."""
-    target, node = pair.slot.value, pair.node
+    target = pair.slot.value
     # Memory that the tensor makes when it is asked for its parts would be filled for nothing.
-    parts = pair.slot.items
     if parts is not target and any(getattr(target, name) is not part for name, part in parts.items()):
         raise TreeError(
             f"cannot restore into the {type(target).__name__} at {pair.where!r}: it does not keep its parts as "
             "attributes; restore it without a target, and make it of its parts"
         )
-    wanted = trees.flatten(target, is_tensor)[1]["type"]
-    if pair.saved_type != wanted[0] or node["type"][1] != wanted[1]:
-        saved = trees.build(node, lambda name: name)
-        got = (saved.kind, tuple(saved.shape), saved.context) if isinstance(saved, TensorParts) else next(iter(node))
+    if pair.node.get("type", ())[:2] != pair.slot.node["type"][:2]:
+        saved = trees.build(pair.node, lambda name: name)
+        got = (
+            (saved.kind, tuple(saved.shape), saved.context) if isinstance(saved, TensorParts) else next(iter(pair.node))
+        )
         kind, shape, context = parts.facts
         raise TreeError(
             f"the tensor at {pair.where!r} was saved as {got}, which the parts of the target's {kind} "

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 from dtckpt.checkpoint.restoring.optimizer_match import (
     Match,
@@ -20,7 +20,7 @@ from dtckpt.checkpoint.restoring.optimizer_match import (
     SavedOptimizer,
     SavedOptimizers,
 )
-from dtckpt.checkpoint.restoring.pairs import Notes, Pair, keep_defaults
+from dtckpt.checkpoint.restoring.pairs import Notes, Saved
 from dtckpt.errors import ShapeMismatchError
 from dtckpt.format import tree as trees
 from dtckpt.format.names import name_of_key
@@ -41,28 +41,40 @@ EMPTY: Node = {"dict": [["state", {"dict": []}], ["param_groups", {"list": []}]]
 """The state of an optimizer for which the checkpoint has no place."""
 
 
-AnyPair = TypeVar("AnyPair", bound=Pair[Any])
+@dataclass(frozen=True, slots=True)
+class RewrittenState:
+    """The saved state of an optimizer, as a target looks for it.
+
+    Args:
+        node: The state.
+        notes: The names that the state has.
+        kept_state: Keys of the parameters whose state in the target stays.
+        kept_options: For each group, the options that keep the target's value.
+    """
+
+    node: Node
+    notes: Notes
+    kept_state: frozenset[Any]
+    kept_options: Sequence[frozenset[str]]
 
 
 def rewrite_state(
-    pair: AnyPair,
     wanted: Sequence[OptimizerParameter],
     groups: Sequence[Mapping[str, Any]],
     match: Match,
     saved: SavedOptimizers,
-    notes: Notes,
-) -> AnyPair:
-    """Return the pair of an optimizer's state with the saved state in the target's terms.
+    path: tuple[str, ...],
+) -> RewrittenState:
+    """Return the saved state of an optimizer in a target's terms.
 
     Args:
-        pair: The state.
         wanted: The parameters of the target's optimizer.
         groups: Its groups, as in its state.
         match: The saved parts that belong to this optimizer.
         saved: The saved optimizers.
-        notes: Gets the names that the state has.
+        path: The keys that lead to the target's optimizer.
     """
-    rewriter = _Rewriter(saved, pair.path, notes)
+    rewriter = _Rewriter(saved, path)
     state = [*rewriter.state(wanted, match), *rewriter.state_of_no_parameter()]
     members: list[list[tuple[OptimizerParameter, Rule]]] = [[] for _ in groups]
     for parameter, rule in zip(wanted, match.rules, strict=True):
@@ -70,22 +82,19 @@ def rewrite_state(
     rewritten = [
         rewriter.group(number, group, members[number], match.groups[number]) for number, group in enumerate(groups)
     ]
+    node = {"dict": [["state", {"dict": state}], ["param_groups", {"list": rewritten}]]}
     kept = frozenset(each.key for each, place in zip(wanted, match.sources, strict=True) if place is None)
-    return replace(
-        pair,
-        node={"dict": [["state", {"dict": state}], ["param_groups", {"list": rewritten}]]},
-        scope=keep_defaults(pair.scope, kept, rewriter.kept_options),
-    )
+    return RewrittenState(node, rewriter.notes, kept, rewriter.kept_options)
 
 
 class _Rewriter:
     """Makes the nodes of one optimizer of a target, and notes which names of the checkpoint they take."""
 
-    def __init__(self, saved: SavedOptimizers, path: tuple[str, ...], notes: Notes) -> None:
+    def __init__(self, saved: SavedOptimizers, path: tuple[str, ...]) -> None:
         self._saved = saved
         self._path = path
         self._used_groups: set[Place] = set()
-        self._notes = notes
+        self.notes = Notes()
         self.kept_options: list[frozenset[str]] = []
 
     def state(self, wanted: Sequence[OptimizerParameter], match: Match) -> Iterator[list[Any]]:
@@ -93,9 +102,9 @@ class _Rewriter:
         for parameter, place, rule in zip(wanted, match.sources, match.rules, strict=True):
             where = "/".join((*self._path, "state", name_of_key(parameter.label)))
             if place is None:
-                self._notes.missing.append(where)
+                self.notes.missing.append(where)
                 continue
-            self._notes.owners[where] = rule
+            self.notes.owners[where] = rule
             source, saved = self._saved.optimizers[place[0]], self._saved.parameter(place)
             if (place[0], saved.group) not in self._used_groups:
                 self._used_groups.add((place[0], saved.group))
@@ -107,8 +116,8 @@ class _Rewriter:
             self._use(source, ("state",), source.state, {key})
             old = "/".join((*source.path, "state", name_of_key(key)))
             if old != where:
-                names = trees.tensor_names(source.state[key])
-                self._notes.renamed |= {name: where + name.removeprefix(old) for name in names}
+                names = Saved(source.state[key], source.path).tensor_names
+                self.notes.renamed |= {name: where + name.removeprefix(old) for name in names}
             yield [parameter.key, source.state[key]]
 
     def state_of_no_parameter(self) -> Iterator[list[Any]]:
@@ -135,9 +144,9 @@ class _Rewriter:
         kept = own if place is None else lacking_options(own, options.keys())
         self.kept_options.append(frozenset(kept))
         by_name = all(rule != "position" for _, rule in members) and bool(members)
-        self._notes.owners[where] = "default" if place is None else "name" if by_name else "position"
+        self.notes.owners[where] = "default" if place is None else "name" if by_name else "position"
         if place is not None:
-            self._notes.owners |= dict.fromkeys((f"{where}/{key}" for key in sorted(kept)), "default")
+            self.notes.owners |= dict.fromkeys((f"{where}/{key}" for key in sorted(kept)), "default")
         items = [[key, node] for key, node in options.items() if key not in _MEMBERS]
         items.append(["params", {"list": [encode_value(each.key, where) for each, _ in members]}])
         if "param_names" in group:
@@ -149,10 +158,7 @@ class _Rewriter:
     ) -> None:
         """Note that the target takes some items."""
         for key in items.keys() & keys:
-            path = (*saved.path, *at, str(key))
-            below = (below for below, _ in trees.value_nodes(items[key]))
-            self._notes.used.update("/".join((*path, end) if end else path) for end in below)
-            self._notes.used.update(trees.tensor_names(items[key]))
+            self.notes.used.update(Saved(items[key], (*saved.path, *at, str(key))).names)
 
 
 def lacking_options(wanted: Collection[str], saved: Collection[str]) -> frozenset[str]:

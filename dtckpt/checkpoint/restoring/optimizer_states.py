@@ -19,8 +19,8 @@ from dtckpt.checkpoint.restoring.optimizer_match import (
     match_optimizer,
     parameters_of_groups,
 )
-from dtckpt.checkpoint.restoring.optimizer_nodes import EMPTY, Regrouping, rewrite_state
-from dtckpt.checkpoint.restoring.pairs import CLOSED, Notes, Pair
+from dtckpt.checkpoint.restoring.optimizer_nodes import EMPTY, Regrouping, RewrittenState, rewrite_state
+from dtckpt.checkpoint.restoring.pairs import Notes, Pair, S, Saved, keep_defaults
 from dtckpt.checkpoint.restoring.target import ContainerSlot, ObjectSlot, Slot
 from dtckpt.errors import ShapeMismatchError, TreeError
 from dtckpt.format.names import name_of_key
@@ -50,7 +50,7 @@ class OptimizerStates:
         self._pools: dict[int, SavedOptimizers] = {}
         self._groups: dict[int, Regrouping] = {}
         # By id of a scheduler: the saved schedulers of its container, by key.
-        self._schedulers: dict[int, dict[str, Pair[None]]] = {}
+        self._schedulers: dict[int, dict[str, Saved]] = {}
         # By prefix of names in the target: the prefix of these names in the checkpoint.
         self._clients: dict[str, str] = {}
 
@@ -79,7 +79,8 @@ class OptimizerStates:
         if saved is None:
             return pair
         wanted = parameters_of_groups(groups)
-        return rewrite_state(pair, wanted, groups, match_optimizer(wanted, len(groups), saved), saved, self.notes)
+        match = match_optimizer(wanted, len(groups), saved)
+        return self._rewritten(pair, rewrite_state(wanted, groups, match, saved, pair.path))
 
     def _pooled(self, pair: Pair[ContainerSlot]) -> Node:
         """Note the saved optimizers or schedulers of a container that holds these; return a node with their places."""
@@ -87,7 +88,7 @@ class OptimizerStates:
         node, opened = pair.node, pair.saved_items
         if not children or opened is None or opened[0] not in node:
             return node
-        saved = {key: Pair(None, each, (*pair.path, str(key)), CLOSED) for key, each in opened[1]}
+        saved = {key: Saved(each, (*pair.path, str(key))) for key, each in opened[1]}
         if all(isinstance(child, Optimizer) for child in children.values()):
             found = {key: SavedOptimizer.of(each.node, each.path) for key, each in saved.items()}
             optimizers = tuple(each.renamed(self._new_names) for each in found.values() if each is not None)
@@ -111,7 +112,7 @@ class OptimizerStates:
             TreeError: The state of an optimizer depends on the order of the parameters, which is another one; or the
                 groups of a scheduler's optimizer are of several saved optimizers, whose schedulers are not found.
         """
-        state = Pair(pair.slot.state, pair.node, pair.path, pair.scope_of_state)
+        state = Pair(pair.node, pair.path, pair.slot.state, pair.scope_of_state)
         if isinstance(pair.slot.value, Optimizer):
             return self._of_optimizer(pair.slot.value, state)
         return replace(state, node=self._regrouped(pair))
@@ -133,7 +134,12 @@ class OptimizerStates:
         self._groups[id(optimizer)] = Regrouping(
             match.groups, saved.own, tuple(len(each.groups) for each in saved.optimizers)
         )
-        return rewrite_state(pair, wanted, groups, match, saved, self.notes)
+        return self._rewritten(pair, rewrite_state(wanted, groups, match, saved, pair.path))
+
+    def _rewritten(self, pair: Pair[S], found: RewrittenState) -> Pair[S]:
+        """Return the pair of an optimizer's state with the saved state in its terms; note the names of that."""
+        self.notes.add(found.notes)
+        return replace(pair, node=found.node, scope=keep_defaults(pair.scope, found.kept_state, found.kept_options))
 
     def _names_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
         names = self._names.of(parameter)
@@ -151,7 +157,7 @@ class OptimizerStates:
         pool = self._pools.get(id(optimizer), SavedOptimizers((), None))
         keys = [each.path[-1] for each in pool.optimizers]
         siblings = self._schedulers.get(id(target), {})
-        parts: dict[int | None, Pair[Any]] = {regrouping.own: pair} if regrouping.own in regrouping.optimizers else {}
+        parts: dict[int | None, Saved] = {regrouping.own: pair} if regrouping.own in regrouping.optimizers else {}
         for number in regrouping.optimizers:
             if number not in parts:
                 if {*siblings} != {*keys}:
@@ -187,8 +193,8 @@ class OptimizerStates:
                     "optimizer with the parameters in the saved order"
                 )
 
-    def _saved_at(self, pair: Pair[Any]) -> SavedOptimizers | None:
-        saved = SavedOptimizer.of(pair.node, pair.path)
+    def _saved_at(self, part: Saved) -> SavedOptimizers | None:
+        saved = SavedOptimizer.of(part.node, part.path)
         return None if saved is None else SavedOptimizers((saved.renamed(self._new_names),), 0)
 
 

@@ -19,7 +19,6 @@ from dtckpt.checkpoint.leaves import FixedState, OpenState, mesh_of
 from dtckpt.checkpoint.parameter_names import parameters_of, storage_of
 from dtckpt.checkpoint.restoring.optimizer_match import Rule
 from dtckpt.checkpoint.restoring.target import ContainerSlot, ObjectSlot, Path, Slot
-from dtckpt.errors import TensorNotFoundError
 from dtckpt.format import tree as trees
 
 
@@ -87,24 +86,17 @@ CLOSED = Scope()
 _OPEN = Scope(adds=True, drops=True)
 
 
-S = TypeVar("S", bound=Slot | None)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair(Generic[S]):
-    """A place of a target, and the part of a checkpoint that fills it.
+class Saved:
+    """A part of a checkpoint.
 
     Args:
-        slot: The place; None if the target lacks it, or if the saved part replaces it as a whole.
-        node: The saved node.
-        path: The keys that lead to the node in the checkpoint.
-        scope: How the place may differ from the node.
+        node: The node in the saved structure.
+        path: The keys that lead to it in the checkpoint.
     """
 
-    slot: S
     node: trees.Node
     path: Path
-    scope: Scope
 
     @property
     def where(self) -> str:
@@ -112,8 +104,18 @@ class Pair(Generic[S]):
         return "/".join(self.path)
 
     @property
+    def type_name(self) -> str | None:
+        """The name of a container in `CONTAINERS`; None for other nodes."""
+        return self.node["type"][0] if "type" in self.node else None
+
+    @property
+    def saved_items(self) -> tuple[str, list[tuple[Any, trees.Node]]] | None:
+        """The kind and the items of a container; None for other nodes."""
+        return trees.items_of(self.node)
+
+    @property
     def tensor_name(self) -> str | None:
-        """The name of the saved tensor or array; None if the node is neither."""
+        """The name of a tensor or an array; None for other nodes."""
         return trees.name_of_tensor(self.node)
 
     @property
@@ -122,24 +124,26 @@ class Pair(Generic[S]):
         return trees.tensor_names(self.node)
 
     @property
-    def value_paths(self) -> list[str]:
-        """The paths of the plain values at and below the node."""
-        return ["/".join((*self.path, below) if below else self.path) for below, _ in trees.value_nodes(self.node)]
-
-    @property
     def names(self) -> list[str]:
         """The names of the tensors, and the paths of the plain values, at and below the node."""
-        return [*self.tensor_names, *self.value_paths]
+        below = (path for path, _ in trees.value_nodes(self.node))
+        return [*self.tensor_names, *("/".join((*self.path, path) if path else self.path) for path in below)]
 
-    @property
-    def saved_type(self) -> str | None:
-        """The name of the saved container in `CONTAINERS`; None for other nodes."""
-        return self.node["type"][0] if "type" in self.node else None
 
-    @property
-    def saved_items(self) -> tuple[str, list[tuple[Any, trees.Node]]] | None:
-        """The kind and the items of a saved container; None for other nodes."""
-        return trees.items_of(self.node)
+S = TypeVar("S", bound=Slot | None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair(Saved, Generic[S]):
+    """A place of a target, and the part of a checkpoint that fills it.
+
+    Args:
+        slot: The place; None if the target lacks it, or if the saved part replaces it as a whole.
+        scope: How the place may differ from the saved part.
+    """
+
+    slot: S
+    scope: Scope
 
     @property
     def is_optimizer_state(self: Pair[ContainerSlot]) -> bool:
@@ -160,12 +164,6 @@ class Pair(Generic[S]):
             return self.scope.of_items(items)
         return scope_of_dict(items, self.scope if isinstance(self.slot.value, MutableMapping) else self.scope.closed())
 
-    def misfit(self, kind: str) -> TensorNotFoundError:
-        """Return the error for a place of a kind that the node cannot fill."""
-        ((tag, content),) = self.node.items()
-        saved = content[0] if tag == "type" else tag
-        return TensorNotFoundError(f"the checkpoint has a {saved} at {self.where!r}; the target wants a {kind}")
-
 
 @dataclass(slots=True)
 class Notes:
@@ -185,6 +183,14 @@ class Notes:
     missing: list[str] = field(default_factory=list)
     defaulted: list[str] = field(default_factory=list)
     owners: dict[str, Rule] = field(default_factory=dict)
+
+    def add(self, more: Notes) -> None:
+        """Add the names of another part of the match."""
+        self.used |= more.used
+        self.renamed |= more.renamed
+        self.missing += more.missing
+        self.defaulted += more.defaulted
+        self.owners |= more.owners
 
 
 def scope_of_object(target: Any, state: Any) -> Scope:

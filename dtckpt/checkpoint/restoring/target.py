@@ -89,12 +89,10 @@ class ContainerSlot(Slot):
     """The place of a container.
 
     Args:
-        kind: The name of its kind in `dtckpt.format.containers`; None if it has none.
         items: The items, by key or by position.
         slots: The places of the items.
     """
 
-    kind: str | None
     items: Mapping[Any, Any] | Sequence[Any]
     slots: Mapping[Any, Slot]
 
@@ -102,6 +100,11 @@ class ContainerSlot(Slot):
     def below(self) -> Iterable[Slot]:
         """The places of the items."""
         return self.slots.values()
+
+    @property
+    def node(self) -> trees.Node:
+        """The node that a save of the container stores."""
+        return trees.flatten(self.value, is_tensor)[1]
 
     @property
     def by_position(self) -> ContainerSlot:
@@ -320,7 +323,7 @@ class _Visitor:
             return Slot(value, path)
         pairs = items.items() if isinstance(items, Mapping) else enumerate(items)
         slots = {key: self.visit(child, (*path, str(key)), depth + 1) for key, child in pairs}
-        return ContainerSlot(value, path, name_of(value), items, slots)
+        return ContainerSlot(value, path, items, slots)
 
     def _state_of(self, value: Any) -> tuple[Any, Mapping[int, tuple[TensorParts, Any]]]:
         """Return the state of an object, and the tensors in it that were taken apart."""
