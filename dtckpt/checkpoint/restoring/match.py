@@ -1,4 +1,8 @@
-"""Match a restore's target with the saved structure, walking both side by side; changes nothing in either."""
+"""Match a restore's target with the saved structure, walking both side by side; changes nothing in either.
+
+The match says which saved part each place of the target takes; `dtckpt.checkpoint.restoring.memory` then plans the
+memory for these parts. So a restore finds a misfit before it allocates memory.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,10 @@ from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.parameter_names import memory_of
 from dtckpt.checkpoint.per_client import ClientNumber
-from dtckpt.checkpoint.restoring.memory import Memory, plan_memory
+from dtckpt.checkpoint.restoring.memory import PlannedMemory, plan_memory
 from dtckpt.checkpoint.restoring.optimizer_match import rename_optimizers
 from dtckpt.checkpoint.restoring.optimizer_states import OptimizerStates
-from dtckpt.checkpoint.restoring.pairs import CLOSED, Pair, Saved
+from dtckpt.checkpoint.restoring.pairs import CLOSED, Notes, Pair, Saved
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.checkpoint.restoring.state_layouts import StateLayouts
 from dtckpt.checkpoint.restoring.target import (
@@ -71,18 +75,18 @@ def plan_target(
     structure = _part_at(trees.rename(checkpoint.structure, moved) if moved else checkpoint.structure, at)
     # Neither a new name nor a distributed checkpoint of PyTorch tells the type of a key: 0 or "0".
     has_text_keys = bool(names) or checkpoint.format == dcp_files.KIND
-    optimizers = OptimizerStates(target.parameter_names, of_parameters, lambda name: checkpoint.info(name).shape)
-    matcher, notes = _Matcher(client, optimizers, checkpoint, has_text_keys=has_text_keys), optimizers.notes
+    notes = Notes()
+    optimizers = OptimizerStates(target, of_parameters, lambda name: checkpoint.info(name).shape, notes)
+    matcher = _Matcher(checkpoint, client, optimizers, notes, has_text_keys=has_text_keys)
     renewed = matcher.visit(Pair(structure, at, target.root, CLOSED))
     matcher.visit_late()
     matcher.find_tied()
-    memory = plan_memory(
-        checkpoint, StateLayouts(target.tensors, target.shard_marks, checkpoint.tensors), matcher.taken, matcher.objects
-    )
+    layouts = StateLayouts(target.tensors, target.shard_marks, checkpoint.tensors)
+    memory = plan_memory(checkpoint, layouts, matcher.taken, matcher.objects)
 
     def finish() -> Any:
         # Modules first: an optimizer moves its state to the devices of its parameters.
-        memory.give_to_modules()
+        memory.modules.give_memory()
         # Then the tree, then the objects: `load_state_dict` copies out of memory that is filled by then.
         result = renewed(memory)
         for load in (*matcher.loads, *matcher.last_loads):
@@ -120,7 +124,7 @@ def _part_at(node: trees.Node, at: tuple[str, ...]) -> trees.Node:
     return node
 
 
-Renewal = Callable[[Memory], Any]
+Renewal = Callable[[PlannedMemory], Any]
 """Gives a place of the target its new value, when the memory is filled; returns the value."""
 
 
@@ -131,13 +135,13 @@ class _Matcher:
     the place its new value once the memory is filled. So a mismatch anywhere leaves the whole target as it was.
 
     Args:
+        checkpoint: The checkpoint.
         client: Which of the clients that restore this one is.
         optimizers: Finds the state of the target's optimizers.
-        checkpoint: The checkpoint.
+        notes: Gets the names that the walk meets.
         has_text_keys: Whether the keys of the structure's dicts may have had other types.
 
     Attributes:
-        notes: The names that the walk has met.
         taken: The pairs whose saved tensors and values are taken: each needs memory.
         objects: The pairs of objects whose state is matched.
         loads: Give the stateful objects of the target their state, inner ones first.
@@ -146,9 +150,10 @@ class _Matcher:
 
     def __init__(
         self,
+        checkpoint: Checkpoint,
         client: ClientNumber,
         optimizers: OptimizerStates,
-        checkpoint: Checkpoint,
+        notes: Notes,
         *,
         has_text_keys: bool,
     ) -> None:
@@ -156,7 +161,7 @@ class _Matcher:
         self._client = client
         self._optimizers = optimizers
         self._has_text_keys = has_text_keys
-        self.notes = optimizers.notes
+        self._notes = notes
         self.taken: list[Pair[Any]] = []
         self.objects: list[Pair[ObjectSlot]] = []
         self.loads: list[Renewal] = []
@@ -166,7 +171,7 @@ class _Matcher:
         self._lacking: dict[str, torch.Tensor] = {}
 
     def visit_late(self) -> None:
-        """Plan the objects that come after the others: schedulers, whose state depends on their optimizer's."""
+        """Match the objects that come after the others: schedulers, whose state depends on their optimizer's."""
         for pair in self._late:
             self._visit_state(pair)
 
@@ -175,7 +180,7 @@ class _Matcher:
         if self._lacking:
             filled = {memory_of(tensor) for tensor in self._filled} - {()}
             tied = {path for path, tensor in self._lacking.items() if memory_of(tensor) in filled}
-            self.notes.missing = [path for path in self.notes.missing if path not in tied]
+            self._notes.missing = [path for path in self._notes.missing if path not in tied]
 
     def visit(self, pair: Pair[Any]) -> Renewal:
         """Match one pair; return a function that gives the place its new value after the reads."""
@@ -185,15 +190,17 @@ class _Matcher:
             case TensorSlot():
                 return self._visit_tensor(pair)
             case ObjectSlot(value=target):
-                # A scheduler can be planned when all optimizers are.
-                self._late.append(pair) if pair.slot.is_scheduler else self._visit_state(pair)
+                if pair.slot.is_scheduler:
+                    self._late.append(pair)
+                else:
+                    self._visit_state(pair)
                 return lambda _: target
             case PerClientSlot():
                 return self._visit_per_client(pair)
             case ContainerSlot():
                 return self._visit_container(pair)
             case Slot(enum.Enum() as value) if "enum" in pair.node:
-                self.notes.used.add(pair.where)
+                self._notes.used.add(pair.where)
                 member = EnumMember(*pair.node["enum"]).of(type(value), pair.where)
                 return lambda _: member
             case PlainSlot() | None:
@@ -238,12 +245,12 @@ class _Matcher:
         loads.append(lambda memory: slot.fill(renewed(memory), where))
 
     def _visit_per_client(self, pair: Pair[PerClientSlot]) -> Renewal:
-        """Plan to give a target that differs by client its own of the saved values."""
+        """Match a target that differs by client with its own of the saved values."""
         slot, target = pair.slot, pair.slot.value
         if pair.type_name != "PerClient":
             raise _misfit(pair, "PerClient")
         # All clients' values count as used: a value that this client does not take is not unexpected.
-        self.notes.used.update(pair.names)
+        self._notes.used.update(pair.names)
         saved = dict(self._saved_items(pair, "dict"))
         source = target.source(saved, pair.node["type"][1], self._client, pair.where)
         if source is not None:
@@ -269,26 +276,26 @@ class _Matcher:
             pair = replace(pair, slot=pair.slot.by_position)
         pair = self._optimizers.of_container(pair)
         is_dict = isinstance(pair.slot.items, Mapping)
-        plans = self._plan_dict(pair) if is_dict else self._plan_sequence(pair)
+        renewals = self._visit_dict(pair) if is_dict else self._visit_sequence(pair)
         slot, drops = pair.slot, pair.scope.drops
-        return lambda memory: slot.fill({key: renew(memory) for key, renew in plans.items()}, drops=drops)
+        return lambda memory: slot.fill({key: renew(memory) for key, renew in renewals.items()}, drops=drops)
 
-    def _plan_dict(self, pair: Pair[ContainerSlot]) -> dict[Any, Renewal]:
-        """Plan the items of a dict, whose scope is the pair's."""
+    def _visit_dict(self, pair: Pair[ContainerSlot]) -> dict[Any, Renewal]:
+        """Match the items of a dict, whose scope is the pair's."""
         slots, scope, nodes = pair.slot.slots, pair.scope, dict(self._saved_items(pair, "dict"))
         if self._has_text_keys:
             known = {str(key): key for key in (*scope.by_key, *slots)}
             nodes = {known.get(str(key), key): node for key, node in nodes.items()}
         saved_keys = match_unwrapped(slots, nodes)
-        plans: dict[Any, Renewal] = {}
+        renewals: dict[Any, Renewal] = {}
         for key, child in slots.items():
             saved_key = saved_keys.get(key, key)
             if saved_key in nodes:
                 below = Pair(nodes[saved_key], (*pair.path, str(saved_key)), child, scope.below(key))
-                plans[key] = self.visit(below)
+                renewals[key] = self.visit(below)
                 self._note_renamed(below, "/".join((*pair.path, str(key))))
             elif key in scope.keeps:
-                plans[key] = partial(_kept, child.value)
+                renewals[key] = partial(_kept, child.value)
             elif not scope.drops:
                 self._note_lacking(child, "/".join((*pair.path, str(key))))
         # An empty dict takes the saved items, as in the state of a fresh optimizer.
@@ -296,25 +303,25 @@ class _Matcher:
             taken = {*slots, *saved_keys.values()}
             # A client passes over the keys of other ranks. Saved keys that no client asks for are unexpected.
             taken |= set() if scope.drops else _keys_of_other_ranks(slots, nodes)
-            plans |= {
+            renewals |= {
                 key: self._take(Pair(node, (*pair.path, str(key)), None, scope.below(key)))
                 for key, node in nodes.items()
                 if key not in taken
             }
         # In the order that was saved.
-        return {key: plans[key] for key in nodes if key in plans} | plans if scope.drops else plans
+        return {key: renewals[key] for key in (*nodes, *renewals) if key in renewals} if scope.drops else renewals
 
     def _note_renamed(self, pair: Pair[Any], new: str) -> None:
         if pair.where != new:
-            self.notes.renamed |= {name: new + name.removeprefix(pair.where) for name in pair.tensor_names}
+            self._notes.renamed |= {name: new + name.removeprefix(pair.where) for name in pair.tensor_names}
 
     def _note_lacking(self, slot: Slot, where: str) -> None:
-        (self.notes.defaulted if isinstance(slot, PlainSlot) else self.notes.missing).append(where)
+        (self._notes.defaulted if isinstance(slot, PlainSlot) else self._notes.missing).append(where)
         if isinstance(slot, TensorSlot) and not isinstance(slot.value, np.ndarray):
             self._lacking[where] = slot.value
 
-    def _plan_sequence(self, pair: Pair[ContainerSlot]) -> dict[Any, Renewal]:
-        """Plan the items of a sequence, whose scope is the pair's."""
+    def _visit_sequence(self, pair: Pair[ContainerSlot]) -> dict[Any, Renewal]:
+        """Match the items of a sequence, whose scope is the pair's."""
         target, slots, saved = pair.slot.value, [*pair.slot.slots.values()], self._saved_items(pair, "sequence")
         # An empty list takes the saved items, too.
         is_filled = pair.scope.drops or (not target and isinstance(target, MutableSequence))
@@ -358,7 +365,7 @@ class _Matcher:
         return items if kind == "dict" else [(position, by_key[position]) for position in positions]
 
 
-def _kept(value: Any, _: Memory) -> Any:
+def _kept(value: Any, _: PlannedMemory) -> Any:
     return value
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.optim import LBFGS, Optimizer
 
 from dtckpt.checkpoint.optimizer_groups import is_numbered
-from dtckpt.checkpoint.parameter_names import ParameterNames, parameters_of
+from dtckpt.checkpoint.parameter_names import parameters_of
 from dtckpt.checkpoint.restoring.optimizer_match import (
     Match,
     OptimizerParameter,
@@ -21,7 +21,7 @@ from dtckpt.checkpoint.restoring.optimizer_match import (
 )
 from dtckpt.checkpoint.restoring.optimizer_nodes import EMPTY, Regrouping, RewrittenState, rewrite_state
 from dtckpt.checkpoint.restoring.pairs import Notes, Pair, S, Saved, keep_defaults
-from dtckpt.checkpoint.restoring.target import ContainerSlot, ObjectSlot, Slot
+from dtckpt.checkpoint.restoring.target import ContainerSlot, ObjectSlot, Slot, TargetState
 from dtckpt.errors import ShapeMismatchError, TreeError
 from dtckpt.format.names import name_of_key
 from dtckpt.format.tree import Node, items_of, name_of_tensor
@@ -31,21 +31,23 @@ class OptimizerStates:
     """Finds the saved state of the optimizers of one target.
 
     Args:
-        names: The names of the target's tensors.
+        target: The target.
         new_names: New name by name in the checkpoint, of the tensors that are renamed.
         shape_of: Returns the shape of a tensor of the checkpoint, by its name there.
-
-    Attributes:
-        notes: The names that the states have, and those that other parts of a match note.
+        notes: Gets the names that the states have.
     """
 
     def __init__(
-        self, names: ParameterNames, new_names: Mapping[str, str], shape_of: Callable[[str], tuple[int, ...]]
+        self,
+        target: TargetState,
+        new_names: Mapping[str, str],
+        shape_of: Callable[[str], tuple[int, ...]],
+        notes: Notes,
     ) -> None:
-        self._names = names
+        self._target = target
         self._shape_of = shape_of
         self._new_names = new_names
-        self.notes = Notes()
+        self._notes = notes
         # By id of an optimizer.
         self._pools: dict[int, SavedOptimizers] = {}
         self._groups: dict[int, Regrouping] = {}
@@ -138,11 +140,11 @@ class OptimizerStates:
 
     def _rewritten(self, pair: Pair[S], found: RewrittenState) -> Pair[S]:
         """Return the pair of an optimizer's state with the saved state in its terms; note the names of that."""
-        self.notes.add(found.notes)
+        self._notes.add(found.notes)
         return replace(pair, node=found.node, scope=keep_defaults(pair.scope, found.kept_state, found.kept_options))
 
     def _names_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        names = self._names.of(parameter)
+        names = self._target.parameter_names.of(parameter)
         for prefix, saved in self._clients.items():
             names = tuple(saved + name.removeprefix(prefix) if name.startswith(prefix) else name for name in names)
         return names
@@ -169,7 +171,7 @@ class OptimizerStates:
                 parts[number] = siblings[keys[number]]
         node = regrouping.scheduler({at: parts[at].node for at in regrouping.optimizers}, state, pair.where)
         # Saved values of groups that the target no longer has are not unexpected.
-        self.notes.used.update(name for each in (pair, *parts.values()) for name in each.names)
+        self._notes.used.update(name for each in (pair, *parts.values()) for name in each.names)
         return node
 
     def _validate_shapes(
