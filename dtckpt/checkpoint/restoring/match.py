@@ -286,12 +286,12 @@ class _Matcher:
         if self._has_text_keys:
             known = {str(key): key for key in (*scope.by_key, *slots)}
             nodes = {known.get(str(key), key): node for key, node in nodes.items()}
-        saved_keys = match_unwrapped(slots, nodes)
+        saved_keys, inner = match_unwrapped(slots, nodes), scope.inner
         renewals: dict[Any, Renewal] = {}
         for key, child in slots.items():
             saved_key = saved_keys.get(key, key)
             if saved_key in nodes:
-                below = Pair(nodes[saved_key], (*pair.path, str(saved_key)), child, scope.below(key))
+                below = Pair(nodes[saved_key], (*pair.path, str(saved_key)), child, scope.by_key.get(key, inner))
                 renewals[key] = self.visit(below)
                 self._note_renamed(below, "/".join((*pair.path, str(key))))
             elif key in scope.keeps:

@@ -52,8 +52,11 @@ class Scope:
 
     def below(self, key: Any) -> Scope:
         """Return the scope of an item."""
-        if key in self.by_key:
-            return self.by_key[key]
+        return self.by_key[key] if key in self.by_key else self.inner
+
+    @property
+    def inner(self) -> Scope:
+        """The scope of the items that are not in `by_key`."""
         # The first level of an object's state has the names of its parts; below, anything may come and go.
         return Scope(
             self.adds,
