@@ -5,7 +5,7 @@ against. It knows what checkpoints need: objects and ranges of them, conditional
 Signatures and checksums are not looked at.
 
 Run: ``python -m benchmarks.bucket_server [--latency-ms 20]``; it prints its URL. ``GET /-/counts`` returns what was
-counted since the last such request.
+counted since the last such request; ``GET /-/clear`` removes all objects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from xml.sax.saxutils import escape
 
 from typing_extensions import override
 
-COUNTS = "/-/counts"
+COUNTS, CLEAR = "/-/counts", "/-/clear"
 PIECE_NBYTES = 1 << 20
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "a-key", "AWS_SECRET_ACCESS_KEY": "a-secret", "AWS_REGION": "us-east-1"}
 
@@ -109,6 +109,12 @@ class BucketServer(socketserver.ThreadingTCPServer):
             counts, self._counts = self._counts, Counts()
         return counts
 
+    def clear(self) -> Counts:
+        """Remove all objects; return what was counted."""
+        with self.lock:
+            self.objects.clear()
+        return self.take_counts()
+
     def answer(self, request: Request) -> Answer:
         """Do what a request asks for."""
         match request.method:
@@ -119,6 +125,10 @@ class BucketServer(socketserver.ThreadingTCPServer):
             case "PUT" if "uploadId" in request.query:
                 self.uploads[request.query["uploadId"]][int(request.query["partNumber"])] = request.body
                 return Answer(200, headers={"ETag": f'"{next(self._tags)}"'})
+            case "PUT" if "x-amz-copy-source" in request.headers:
+                source = unquote(request.headers["x-amz-copy-source"]).strip("/")
+                written = self._write(request, self.objects[source][0])
+                return _xml("CopyObjectResult", f"<ETag>{written.headers.get('ETag', '')}</ETag>")
             case "PUT":
                 return self._write(request, request.body)
             case "POST" if "uploads" in request.query:
@@ -209,8 +219,9 @@ class _Connection(socketserver.StreamRequestHandler):
             name, _, value = header.partition(":")
             headers[name.lower()] = value.strip()
         parts = urlsplit(target)
-        if parts.path == COUNTS:
-            self._send(method, Answer(200, json.dumps(asdict(self.server.take_counts())).encode()))
+        if parts.path in (COUNTS, CLEAR):
+            counts = self.server.take_counts() if parts.path == COUNTS else self.server.clear()
+            self._send(method, Answer(200, json.dumps(asdict(counts)).encode()))
             return
         self.server.begin(method)
         try:
@@ -274,6 +285,12 @@ def take_counts(url: str) -> Counts:
     """Return what a server has counted since the last call."""
     with urllib.request.urlopen(url + COUNTS) as answer:
         return Counts(**json.load(answer))
+
+
+def clear(url: str) -> None:
+    """Remove all objects of a server."""
+    with urllib.request.urlopen(url + CLEAR) as answer:
+        answer.read()
 
 
 def main() -> None:
