@@ -37,6 +37,7 @@ from dtckpt.format.zarr_documents import array_metadata
 from dtckpt.layout.region import Region
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
+from dtckpt.storage.s3_gcs_folder import BucketFolder
 from dtckpt.storage.tensorstore_setup import open_context, tensorstore
 
 DATABASE_NAME = "manifest.ocdbt"
@@ -44,6 +45,8 @@ DATABASE_NAME = "manifest.ocdbt"
 DATA_FOLDER = "d"
 """The folder of the other files of an OCDBT database."""
 TARGET_DATA_FILE_NBYTES = 256 << 20
+TARGET_OBJECT_NBYTES = 16 << 20
+"""The same in object stores: an object is uploaded by one request, and several requests have to be under way."""
 SMALL_NBYTES = 1 << 20
 """A whole chunk of up to so many bytes is written straight to its key: opening the array would take longer."""
 MAX_INLINE_NBYTES = 512
@@ -84,10 +87,11 @@ def _kvstore(kind: str, folder: Folder, *, to_write: bool = False) -> dict[str, 
     assert base is not None  # noqa: S101  (a folder without one has another writer and reader)
     if kind == "zarr":
         return base
+    is_bucket = isinstance(folder, BucketFolder)
     return {
         "driver": "ocdbt",
         "base": base,
-        "target_data_file_size": TARGET_DATA_FILE_NBYTES,
+        "target_data_file_size": TARGET_OBJECT_NBYTES if is_bucket else TARGET_DATA_FILE_NBYTES,
         "config": {"max_inline_value_bytes": MAX_INLINE_NBYTES},
     }
 
@@ -381,11 +385,12 @@ def _merge_stores(kind: str, root: Folder, clients: Iterable[int]) -> Any:
         #                              +-> client_1/d/...
         transaction = ts.Transaction(atomic=True)
         target = store.with_transaction(transaction)
-        for client in clients:
-            # A range is copied by reference only between stores whose base options are the same.
-            spec = _kvstore(kind, root / client_folder(client), to_write=True)
-            source = ts.KvStore.open(spec, context=context).result()
-            source.experimental_copy_range_to(target).result()
+        # A range is copied by reference only between stores whose base options are the same.
+        specs = [_kvstore(kind, root / client_folder(client), to_write=True) for client in clients]
+        # All are under way before the first is waited for: one round trip to storage, not one for each client.
+        sources = [opened.result() for opened in [ts.KvStore.open(spec, context=context) for spec in specs]]
+        for copied in [source.experimental_copy_range_to(target) for source in sources]:
+            copied.result()
         transaction.commit_async().result()
     return store
 
