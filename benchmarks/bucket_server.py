@@ -161,7 +161,9 @@ class BucketServer(socketserver.ThreadingTCPServer):
         stop = min(len(data), int(last) + 1) if first and last else len(data)
         if start >= len(data):
             return _error(416, "InvalidRange")
-        return Answer(206, memoryview(data)[start:stop], {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"})
+        return Answer(
+            206, memoryview(data)[start:stop], {**headers, "Content-Range": f"bytes {start}-{stop - 1}/{len(data)}"}
+        )
 
     def _write(self, request: Request, body: bytes | bytearray) -> Answer:
         with self.lock:
@@ -274,7 +276,7 @@ def bucket_server(latency_ms: float) -> Iterator[str]:
     """Run a server as a process, for a context; yield its URL."""
     command = [sys.executable, "-m", "benchmarks.bucket_server", "--latency-ms", str(latency_ms)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None  # noqa: S101
+        assert process.stdout is not None
         try:
             yield process.stdout.readline().strip()
         finally:

@@ -198,7 +198,9 @@ def remove_working_files(root: Folder, clients: Sequence[int], *, has_moves: boo
     # The merged database refers to the clients' data files, not to the clients' own databases.
     always = [CHUNKS_NAME, DATABASE_NAME, *names]
     with translate_errors("remove working files", root):
-        root.remove_below({
-            folder: [*always, *((root / folder).names(EDGES_PREFIX) if has_moves else ())]
-            for folder in map(client_folder, clients)
-        })
+        root.remove_below(
+            {
+                folder: [*always, *((root / folder).names(EDGES_PREFIX) if has_moves else ())]
+                for folder in map(client_folder, clients)
+            }
+        )
