@@ -46,6 +46,8 @@ MAX_DOCUMENT_NBYTES = 1 << 20
 """Bytes of a ``zarr.json``; a longer file is not read."""
 MAX_DOCUMENTS = 64
 """``zarr.json`` files that are read at one time."""
+REQUEST_NBYTES = 4 << 20
+"""Bytes that one request to an object store reads: many connections are faster than one."""
 MAX_RUN_NBYTES = 2 << 20
 """Bytes that one request reads of small chunks on storage that takes long to answer."""
 MAX_GAP_NBYTES = 16 << 10
@@ -65,6 +67,24 @@ class _ReadyValue:
 
     def exception(self) -> None:
         return None
+
+
+class _SplitRead:
+    """A read of a long range by several requests, all under way at one time. Has a future's interface.
+
+    Args:
+        reads: Per request, its future and the bytes that it asks for.
+    """
+
+    def __init__(self, reads: Sequence[tuple[Any, int]]) -> None:
+        self._reads = reads
+
+    def result(self) -> bytes:
+        return b"".join([content(read, nbytes) for read, nbytes in self._reads])
+
+    def exception(self) -> Any:
+        errors = [read.exception() for read, _ in self._reads]  # so that no request is left under way
+        return next(filter(None, errors), None)
 
 
 class _ElementsRead:
@@ -437,7 +457,10 @@ class RangeReader:
         """
         # TensorStore has its own threads.
         if isinstance(self._folder, BucketFolder):
-            return self._folder.start_read(name, start, stop)
+            if stop - start <= REQUEST_NBYTES:
+                return self._folder.start_read(name, start, stop)
+            ranges = [(at, min(at + REQUEST_NBYTES, stop)) for at in range(start, stop, REQUEST_NBYTES)]
+            return _SplitRead([(self._folder.start_read(name, *each), each[1] - each[0]) for each in ranges])
         return self.pool().submit(self._folder.read, name, start, stop)
 
     def pool(self) -> Pool:

@@ -87,10 +87,12 @@ class AttemptRegister:
         self._folder = parent / REGISTER_FOLDER / where.name
         self.data = parent / where.name
         self._clock = clock
+        self._seen: list[str] | None = None
 
     def attempts(self) -> list[str]:
         """Return the names of all attempts, the oldest first."""
-        return _attempts(self._folder.names())
+        self._seen = _attempts(self._folder.names())
+        return self._seen
 
     def decision(self, attempt: str) -> bytes:
         """Return the decision about an attempt; empty if there is none yet."""
@@ -117,8 +119,9 @@ class AttemptRegister:
     def claim(self, token: str) -> str:
         """Claim a new attempt, newer than all others; return its name."""
         # More than the newest number: a host whose clock is behind would otherwise claim an attempt that is old at
-        # once.
-        newest = max((start_ns(attempt) for attempt in self.attempts()), default=0)
+        # once. A list from some time ago will do: who claims looks again afterwards.
+        seen = self.attempts() if self._seen is None else self._seen
+        newest = max((start_ns(attempt) for attempt in seen), default=0)
         attempt = f"{max(int(self._clock() * 1e9), newest + 1):020d}-{token}"
         self.renew(attempt)
         return attempt

@@ -45,7 +45,7 @@ DATABASE_NAME = "manifest.ocdbt"
 DATA_FOLDER = "d"
 """The folder of the other files of an OCDBT database."""
 TARGET_DATA_FILE_NBYTES = 256 << 20
-TARGET_OBJECT_NBYTES = 16 << 20
+TARGET_OBJECT_NBYTES = 8 << 20
 """The same in object stores: an object is uploaded by one request, and several requests have to be under way."""
 SMALL_NBYTES = 1 << 20
 """A whole chunk of up to so many bytes is written straight to its key: opening the array would take longer."""
