@@ -57,7 +57,7 @@ def test_requests_of_a_save(bucket, requests):
     dtckpt.save(f"{bucket}/step_1", {"w": torch.ones(8)})
     reads = [name for action, name in requests if action == "read"]
     assert len([name for name in reads if name.endswith(".decision")]) == 1, reads
-    assert len(requests) <= 27, requests
+    assert len(requests) <= 24, requests
 
 
 def test_large_tensors_are_written_as_several_objects(bucket, requests):
