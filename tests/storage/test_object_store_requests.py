@@ -45,7 +45,7 @@ def test_damage_in_a_chunk_that_is_read_with_others(bucket, store, requests):
     data = bytearray(folder.read(name))
     data[5000] ^= 1
     folder.write(name, bytes(data))
-    with pytest.raises(CheckpointCorruptError, match="of tensor 't\\d+' in .* is damaged"):
+    with pytest.raises(CheckpointCorruptError, match=r"of tensor 't\d+' in .* is damaged"):
         dtckpt.restore(path)
     folder.write(name, bytes(data[:5000]))
     with pytest.raises(CheckpointCorruptError):
