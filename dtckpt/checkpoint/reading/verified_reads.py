@@ -100,8 +100,8 @@ class RunRead:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the chunks."""
-        return sum(read.nbytes for read in self.reads)
+        """Bytes of the run, with the gaps between its chunks: they are in memory until it is finished."""
+        return self.run.stop - self.run.start
 
 
 class RegionReader:
@@ -158,8 +158,7 @@ class RegionReader:
             nonlocal in_flight
             # A read leaves the queue only when it is done: after a failure every read in the queue is waited for.
             read_nbytes = pending[0][1]()
-            pending.popleft()
-            in_flight -= read_nbytes
+            in_flight -= pending.popleft()[0].nbytes
             note(read_nbytes)
 
         with ExitStack() as stack:
@@ -276,12 +275,12 @@ class RegionReader:
         """Wait for the bytes of a run, verify and deliver its chunks; return the chunks' bytes."""
         path = run.reads[0].entry.path
         with translate_errors("read {} chunks, of array {!r} first", self._root, len(run.reads), path, is_read=True):
-            data = memoryview(content(run.handle, run.run.stop - run.run.start))
+            data = memoryview(content(run.handle, run.nbytes))
         for read, start in zip(run.reads, run.starts, strict=True):
             stored, entry = data[start : start + read.nbytes], read.entry
             self._validate(read, digest_of_data(entry.name, read.part.index, stored), [])
             deliver(read, np.frombuffer(stored, DTYPES[entry.stored_dtype]).reshape(read.part.box.shape))
-        return run.nbytes
+        return sum(read.nbytes for read in run.reads)
 
     def _read_small(self, reads: Sequence[ChunkRead], count: Callable[[int], object]) -> Iterator[ChunkRead]:
         """Read and deliver small chunks that share a file, a run of neighbours per call; yield the others."""
