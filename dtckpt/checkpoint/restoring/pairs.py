@@ -52,7 +52,7 @@ class Scope:
 
     def below(self, key: Any) -> Scope:
         """Return the scope of an item."""
-        return self.by_key[key] if key in self.by_key else self.inner
+        return self.by_key.get(key) or self.inner
 
     @property
     def inner(self) -> Scope:
