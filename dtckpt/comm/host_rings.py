@@ -28,6 +28,7 @@ import secrets
 import select
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
@@ -47,12 +48,16 @@ MAX_CLIENTS = 256
 
 _STRIDE = SLOT_NBYTES + 2 * mmap.PAGESIZE
 """Bytes from slot to slot: a span may begin anywhere in the slot's first page."""
+_LINE_NBYTES = 64
+"""Bytes of a line of the processor's cache."""
 _HEADER_NBYTES, _ERROR_NBYTES = 4096, 16384
 _TOTAL_NBYTES = _HEADER_NBYTES + _ERROR_NBYTES + NUM_SLOTS * _STRIDE
 # Positions of 8-byte words in the header.
 _TOKEN, _STATE, _PUBLISHED, _ERROR_SIZE, _STARTS = 0, 1, 2, 3, 8
 _CONSUMED = _STARTS + NUM_SLOTS
 _OPENING, _JOINED, _REFUSED, _FAILED = range(4)
+_NUM_YIELDS = 20
+"""So many times a waiting client gives its core to others, before it sleeps."""
 _MIN_SLEEP_S, _MAX_SLEEP_S = 50e-6, 1e-3
 _LIVENESS_PERIOD_S = 0.1
 """How often a waiting client looks whether the others live."""
@@ -80,8 +85,7 @@ class _Ring:
     def __init__(self, memory: mmap.mmap) -> None:
         self.words = np.frombuffer(memory, np.int64, _HEADER_NBYTES // 8)
         self.error = np.frombuffer(memory, np.uint8, _ERROR_NBYTES, _HEADER_NBYTES)
-        slots = np.frombuffer(memory, np.uint8, NUM_SLOTS * _STRIDE, _HEADER_NBYTES + _ERROR_NBYTES)
-        self.slots = slots.reshape(NUM_SLOTS, _STRIDE)
+        self.slots = np.frombuffer(memory, np.uint8, NUM_SLOTS * _STRIDE, _HEADER_NBYTES + _ERROR_NBYTES)
 
     @property
     def state(self) -> int:
@@ -189,11 +193,14 @@ class HostRings:
         self._position = self._clients.index(client)
         self._client = client
         self._peers: dict[int, _PeerRing] = {}
-        self._num_published = 0
-        self._is_free_until = NUM_SLOTS
+        self._num_taken = self._num_published = 0
+        # The slot that was freed last is taken first: it is most likely in the processor's cache.
+        self._free = list(range(NUM_SLOTS))
+        self._taken: deque[int] = deque()
+        """Slots of the spans that were taken and are not consumed by all, in order."""
         self._num_consumed = dict.fromkeys(self._clients, 0)
         self._ended: set[int] = set()
-        self._sleep_s = _MIN_SLEEP_S
+        self._num_waits = 0
         self._moved_at = self._looked_at = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -230,22 +237,25 @@ class HostRings:
 
     # --- the producer's side ------------------------------------------------------------------------------------------
 
-    def take_slot(self, ahead: int, nbytes: int, position: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    def take_slot(self, nbytes: int, position: int, limit: int) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
         """Return a buffer in a free slot; None if a client has still to consume the span in the slot.
 
         Args:
-            ahead: How many slots were taken and are not published yet.
             nbytes: Bytes of the span.
             position: Where the span begins in its file: the buffer's address is aligned to it.
+            limit: How many slots may be in use. Few slots stay in the processor's cache.
         """
-        number = self._num_published + ahead
-        if number >= self._is_free_until:
-            self._is_free_until = min(self._consumed_of_own().values()) + NUM_SLOTS
-            if number >= self._is_free_until:
-                return None
-        start = position % mmap.PAGESIZE // 64 * 64
-        self._own.words[_STARTS + number % NUM_SLOTS] = start
-        return self._own.slots[number % NUM_SLOTS, start : start + nbytes]
+        num_kept = self._num_taken - min(self._consumed_of_own().values())
+        while len(self._taken) > num_kept:
+            self._free.append(self._taken.popleft())
+        if len(self._taken) >= min(limit, NUM_SLOTS):
+            return None
+        slot = self._free.pop()
+        self._taken.append(slot)
+        start = slot * _STRIDE + position % mmap.PAGESIZE // _LINE_NBYTES * _LINE_NBYTES
+        self._own.words[_STARTS + self._num_taken % NUM_SLOTS] = start
+        self._num_taken += 1
+        return self._own.slots[start : start + nbytes]
 
     def publish(self) -> None:
         """Hand the oldest taken slot on to the other clients."""
@@ -268,7 +278,7 @@ class HostRings:
         if number >= peer.words[_PUBLISHED]:
             return None
         start = int(peer.words[_STARTS + number % NUM_SLOTS])
-        return peer.slots[number % NUM_SLOTS, start : start + nbytes]
+        return peer.slots[start : start + nbytes]
 
     def consume(self, client: int) -> None:
         """Let a client fill the slot of the `next_span` again."""
@@ -279,7 +289,7 @@ class HostRings:
 
     def note_progress(self) -> None:
         """Begin the next wait anew."""
-        self._sleep_s = _MIN_SLEEP_S
+        self._num_waits = 0
         self._moved_at = time.monotonic()
 
     def wait(self, clients: Iterable[int], sleep: Callable[[float], object] = time.sleep) -> None:
@@ -315,5 +325,8 @@ class HostRings:
                     f"{self._timeout_s:g} s; look for a stopped process, or restore with read_once=False",
                     missing=clients,
                 )
-        sleep(self._sleep_s)
-        self._sleep_s = min(2 * self._sleep_s, _MAX_SLEEP_S)
+        self._num_waits += 1
+        if self._num_waits <= _NUM_YIELDS:
+            os.sched_yield()
+        else:
+            sleep(min(_MIN_SLEEP_S * (self._num_waits - _NUM_YIELDS), _MAX_SLEEP_S))
