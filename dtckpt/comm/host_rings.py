@@ -53,7 +53,7 @@ _LINE_NBYTES = 64
 _HEADER_NBYTES, _ERROR_NBYTES = 4096, 16384
 _TOTAL_NBYTES = _HEADER_NBYTES + _ERROR_NBYTES + NUM_SLOTS * _STRIDE
 # Positions of 8-byte words in the header.
-_TOKEN, _STATE, _PUBLISHED, _ERROR_SIZE, _STARTS = 0, 1, 2, 3, 8
+_TOKEN, _STATE, _PUBLISHED, _ERROR_SIZE, _SEEN_NS, _STARTS = 0, 1, 2, 3, 4, 8
 _CONSUMED = _STARTS + NUM_SLOTS
 _OPENING, _JOINED, _REFUSED, _FAILED = range(4)
 _NUM_YIELDS = 20
@@ -61,6 +61,8 @@ _NUM_YIELDS = 20
 _MIN_SLEEP_S, _MAX_SLEEP_S = 50e-6, 1e-3
 _LIVENESS_PERIOD_S = 0.1
 """How often a waiting client looks whether the others live."""
+_SILENT_S = 1.0
+"""A client that has not waited for so long reads, or hangs."""
 
 
 class RingAddress(NamedTuple):
@@ -319,7 +321,11 @@ class HostRings:
                     )
                 if not self._peers[client].is_alive():
                     self._ended.add(client)
+            self._own.words[_SEEN_NS] = time.monotonic_ns()
             if clients and now - self._moved_at >= self._timeout_s:
+                # A client that waits, too, is not the cause.
+                seen_s = {client: now - self._peers[client].words[_SEEN_NS] / 1e9 for client in clients}
+                clients = [client for client in clients if seen_s[client] > _SILENT_S] or clients
                 raise BarrierTimeoutError(
                     f"clients {clients} of this host did not hand on, or take, rows of tensors in "
                     f"{self._timeout_s:g} s; look for a stopped process, or restore with read_once=False",
