@@ -132,7 +132,7 @@ def handed_on(
         return None
     arrays = checkpoint.files.manifest.arrays
     by_clients: dict[tuple[int, ...], dict[str, HandedTensor]] = {}
-    fewest: float | None = MIN_SHARED_READS if is_forced else None
+    fewest, is_cold = (MIN_SHARED_READS, True) if is_forced else (None, False)
     # By kind of tensor: a model has many tensors that are alike.
     reads: dict[tuple[Any, ...], float] = {}
     for name, leaf in leaves:
@@ -147,11 +147,8 @@ def handed_on(
             fewest = MIN_COLD_READS if is_cold else MIN_READS * spare_threads()
         kind = entry.grid, entry.stored_dtype, layout
         if kind not in reads:
-            # Whole rows are read straight into the tensor, where handing on would copy them once more.
-            is_direct = not is_forced and all(
-                region.shape[entry.blocks.dim + 1 :] == entry.shape[entry.blocks.dim + 1 :] for region in leaf.regions
-            )
-            reads[kind] = 0.0 if is_direct else reads_per_byte(checkpoint.info(name), layout)
+            pays = is_cold or not _is_read_directly(entry, leaf.regions)
+            reads[kind] = reads_per_byte(checkpoint.info(name), layout) if pays else 0.0
         if reads[kind] >= fewest:
             # Of two targets for one stored tensor, the second is read apart.
             by_clients.setdefault(tuple(layout.mesh.clients), {}).setdefault(name, HandedTensor(name, leaf, layout))
@@ -166,6 +163,12 @@ def handed_on(
     stack.callback(ring.close)
     # In the order of the files, which is the manifest's, as the order of the target's tensors may differ by client.
     return HandedOn(clients, [tensors[name] for name in arrays if name in tensors], ring)
+
+
+def _is_read_directly(entry: ArrayEntry, wanted: Sequence[Region]) -> bool:
+    """Whether a client wants whole rows: by itself it reads them straight to their place, and copies nothing."""
+    behind = entry.blocks.dim + 1
+    return all(region.shape[behind:] == entry.shape[behind:] for region in wanted)
 
 
 def _is_cold(regions: RegionReader, entry: ArrayEntry, wanted: Sequence[Region]) -> bool:

@@ -70,7 +70,7 @@ def restore(
     and dataclasses.
 
     Every client reads the chunks that intersect its regions, straight into the destination, and verifies them. With
-    `RestoreOptions.read_once` it reads its share of the chunks that several clients need, and sends them on.
+    `RestoreOptions.read_once` it reads its share of the chunks that several clients need, and hands them on.
 
     Clients may ask for different parts of the checkpoint. A saved name that no client asks for is unexpected.
 
