@@ -58,7 +58,7 @@ _CONSUMED = _STARTS + NUM_SLOTS
 _OPENING, _JOINED, _REFUSED, _FAILED = range(4)
 _NUM_YIELDS = 20
 """So many times a waiting client gives its core to others, before it sleeps."""
-_MIN_SLEEP_S, _MAX_SLEEP_S = 50e-6, 1e-3
+_MIN_SLEEP_S, _MAX_SLEEP_S = 50e-6, 0.5e-3
 _LIVENESS_PERIOD_S = 0.1
 """How often a waiting client looks whether the others live."""
 _SILENT_S = 1.0
@@ -294,12 +294,12 @@ class HostRings:
         self._num_waits = 0
         self._moved_at = time.monotonic()
 
-    def wait(self, clients: Iterable[int], sleep: Callable[[float], object] = time.sleep) -> None:
+    def wait(self, clients: Iterable[int], sleep: Callable[[float], bool] = lambda _: False) -> None:
         """Sleep for a moment, as this client waits for some others.
 
         Args:
             clients: The others.
-            sleep: Sleeps, for so many seconds at most.
+            sleep: Sleeps for so many seconds at most, if it has something to wait for, and tells whether it had.
 
         Raises:
             CoordinationError: One of them has ended, or the timeout is over since the last progress.
@@ -331,8 +331,10 @@ class HostRings:
                     f"{self._timeout_s:g} s; look for a stopped process, or restore with read_once=False",
                     missing=clients,
                 )
+        if sleep(_MAX_SLEEP_S):
+            return
         self._num_waits += 1
         if self._num_waits <= _NUM_YIELDS:
             os.sched_yield()
         else:
-            sleep(min(_MIN_SLEEP_S * (self._num_waits - _NUM_YIELDS), _MAX_SLEEP_S))
+            time.sleep(min(_MIN_SLEEP_S * (self._num_waits - _NUM_YIELDS), _MAX_SLEEP_S))

@@ -18,7 +18,6 @@ same digest, on one host; and if they could open each other's rings, which they 
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
@@ -387,13 +386,13 @@ class _Producer:
         self._finish(span, memory, digests)
         return True
 
-    def sleep(self, seconds: float) -> None:
-        """Sleep, or until the oldest slot is full."""
+    def sleep(self, seconds: float) -> bool:
+        """Wait until the oldest slot is full, for so long at most; return False if a thread fills no slot."""
         load = self._taken[0][2] if self._taken else None
         if load is None:
-            time.sleep(seconds)
-        else:
-            futures.wait([load], seconds)
+            return False
+        futures.wait([load], seconds)
+        return True
 
     def _take(self, span: _Span) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
         """Take a slot for a span; None if no slot is free, or if enough slots are being filled."""
