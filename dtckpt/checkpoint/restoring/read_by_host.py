@@ -58,7 +58,7 @@ MIN_READS = 3.0
 it took 0.75 of the time for 4 clients that split rows on 2 cores, but 0.9 to 1.1 for 2 clients.
 """
 MIN_COLD_READS = 1.5
-"""The same for files that come from the disk: it took 0.6 of the time for 4 clients, and 0.8 for 2."""
+"""The same for files that come from the disk: it took 0.7 of the time for 4 clients, and 0.77 for 2."""
 WARM_SLOTS = 2
 """Slots in use while the page cache has the files. The rings of 4 clients with 8 slots were slower by a quarter."""
 MIN_CHUNK_NBYTES = 256 << 10
