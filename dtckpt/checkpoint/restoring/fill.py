@@ -52,7 +52,7 @@ def fill_tensors(
     """
     read = partial(checkpoint.read_all, count=phases.count)
     # Before the first byte: a read that fails may have written, too.
-    _note_writes([leaf for _, leaf in leaves] + [leaf for *_, leaf in tied])
+    note_writes([leaf for _, leaf in leaves] + [leaf for *_, leaf in tied])
     with torch.no_grad():
         read_shared(checkpoint, shared, phases)
         is_shared = {id(tensor.leaf) for tensor in shared}
@@ -70,7 +70,7 @@ def fill_tensors(
     _validate_tied(read, tied)
 
 
-def _note_writes(leaves: Sequence[Leaf]) -> None:
+def note_writes(leaves: Sequence[Leaf]) -> None:
     """Tell autograd, and views that keep a copy of their values, that the memory of tensors is about to change.
 
     Autograd then refuses a backward pass that needs the values of before.
