@@ -131,7 +131,9 @@ def restore_opened(
         open_: Opens it; its errors reach all clients.
         target: As for `restore`, like the further arguments.
     """
-    request = _Request.of(path, open_, target, options or RestoreOptions(), mesh=mesh, layouts=layouts, group=group)
+    request = _RestoreRequest.of(
+        path, open_, target, options or RestoreOptions(), mesh=mesh, layouts=layouts, group=group
+    )
     return request.run(StagedRestore.apply)
 
 
@@ -151,7 +153,7 @@ def stage_restore(
     Args:
         aside: The memory; kept from one restore into the target to the next.
     """
-    request = _Request.of(path, open_, target, options, group=group)
+    request = _RestoreRequest.of(path, open_, target, options, group=group)
     staged: StagedRestore = replace(request, aside=aside).run(lambda staged: staged)
     return staged
 
@@ -172,12 +174,12 @@ def run_restore(
         coordination: The connection to the other clients.
         participants: The clients that restore.
     """
-    request = _Request(path, lambda: open_checkpoint(path), plan, options, coordination, participants)
+    request = _RestoreRequest(path, lambda: open_checkpoint(path), plan, options, coordination, participants)
     return request.run(StagedRestore.apply)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Request:
+class _RestoreRequest:
     """A restore that is asked for.
 
     Args:
@@ -209,7 +211,7 @@ class _Request:
         mesh: MeshLike | None = None,
         layouts: Layouts | None = None,
         group: Group | None = None,
-    ) -> _Request:
+    ) -> _RestoreRequest:
         """Return the request for arguments as those of `restore`."""
         coordination = current_coordination()
         participants = everyone = participants_of(group, coordination.member)
@@ -307,14 +309,15 @@ class StagedRestore:
         prepared = self._prepared
         pairs = zip(prepared.leaves, prepared.beside, strict=True)
         moved = [(leaf, beside) for (_, leaf), (_, beside) in pairs if leaf is not beside]
-        copy_into([leaf for leaf, _ in moved], [beside for _, beside in moved])
+        if moved:
+            copy_into([leaf for leaf, _ in moved], [beside for _, beside in moved])
         result = prepared.plan.finish()
         if self._tell is not None:
             self._tell(self.report)
         return result
 
 
-def _run_once(request: _Request, collective: Collective) -> StagedRestore:
+def _run_once(request: _RestoreRequest, collective: Collective) -> StagedRestore:
     options, phases = request.options, collective.phases
     prepared, payloads = collective.run_round_with_value("planned", lambda: _prepare(request, collective), phase="plan")
     opened = {client: _CheckpointFacts(*json.loads(data)) for client, data in payloads.items()}
@@ -341,7 +344,7 @@ def _run_once(request: _Request, collective: Collective) -> StagedRestore:
     return StagedRestore(prepared, replace(report, phases=phases.costs), options.report)
 
 
-def _prepare(request: _Request, collective: Collective) -> tuple[_Prepared, bytes]:
+def _prepare(request: _RestoreRequest, collective: Collective) -> tuple[_Prepared, bytes]:
     """Open the checkpoint and plan; return the plan, and the payload for the other clients."""
     options, aside = request.options, request.aside
     validate_mode()

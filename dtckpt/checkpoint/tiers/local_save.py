@@ -28,6 +28,9 @@ import numpy as np
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.leaves import host_array
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.parts.host_folder import HostFolder, PartFile
+from dtckpt.checkpoint.parts.open_part import piece_digest
+from dtckpt.checkpoint.parts.records import PartIndex, PartPiece, PartTensor, SaveId
 from dtckpt.checkpoint.saving.agree import Agreed, Proposal, agree
 from dtckpt.checkpoint.saving.plan import SavePlan
 from dtckpt.checkpoint.saving.report import SaveReport
@@ -35,10 +38,7 @@ from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.staging import ALIGNMENT, written_regions
 from dtckpt.checkpoint.saving.state import MemorySource, State
 from dtckpt.checkpoint.tiers.holdings import saves_to_keep
-from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
 from dtckpt.checkpoint.tiers.near_copies import NearCopies, near_copies
-from dtckpt.checkpoint.tiers.open_part import piece_digest
-from dtckpt.checkpoint.tiers.records import PartIndex, PartPiece, PartTensor, SaveId
 from dtckpt.checkpoint.tiers.replicator import OutgoingPart
 from dtckpt.checkpoint.tiers.session import Joined, TierSession, noted
 from dtckpt.comm.background_threads import Pool

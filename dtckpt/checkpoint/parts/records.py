@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtckpt.checkpoint.reading.pieces import c_strides
 from dtckpt.errors import CheckpointCorruptError
@@ -234,6 +234,18 @@ def _piece_of_json(facts: Sequence[Any]) -> PartPiece:
     tensor, at, shape, offset, strides, digest = facts
     region = Region(tuple(at), tuple(shape))
     return PartPiece(tensor, region, offset, c_strides(region.shape) if strides is None else tuple(strides), digest)
+
+
+class PartCopy(NamedTuple):
+    """One copy of a part of a save.
+
+    Args:
+        client: The client whose part it is.
+        host: The host that holds the copy.
+    """
+
+    client: int
+    host: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,9 @@ from typing import Any
 
 import xxhash
 
-from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
-from dtckpt.checkpoint.tiers.open_part import OpenPart, validate_part
-from dtckpt.checkpoint.tiers.records import MAX_INDEX_NBYTES, PartIndex, SaveId
+from dtckpt.checkpoint.parts.host_folder import HostFolder, PartFile
+from dtckpt.checkpoint.parts.open_part import OpenPart, validate_part
+from dtckpt.checkpoint.parts.records import MAX_INDEX_NBYTES, PartIndex, SaveId
 from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageFullError
 from dtckpt.format.digest import as_bytes
 from dtckpt.format.dtypes import DTYPES
