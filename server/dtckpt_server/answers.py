@@ -16,7 +16,7 @@ from dtckpt_server.state import Barrier, Job
 PAGE_NBYTES = 512 << 10
 """A page ends with the entry by which it outgrows this; one entry is smaller than as much again."""
 MAX_PAGE_NBYTES = 2 * PAGE_NBYTES
-PAGE_ENTRIES = 1000
+MAX_PAGE_ENTRIES = 1000
 LOOKS_PER_ENTRY = 20
 """Looking up so many participants of a barrier takes as long as describing one task."""
 MAX_MISSING_SHOWN = 1000
@@ -99,7 +99,7 @@ def _verdict(barrier: Barrier, *, collect: bool) -> pb.Verdict:
 # --- page by page -----------------------------------------------------------------------------------------------------
 
 
-class _Page:
+class Page:
     """Counts the size of a page."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class _Page:
 
     @property
     def is_full(self) -> bool:
-        return self._nbytes >= PAGE_NBYTES or self._num_entries >= PAGE_ENTRIES
+        return self._nbytes >= PAGE_NBYTES or self._num_entries >= MAX_PAGE_ENTRIES
 
     def note(self, entry: Message, num_looks: int = 0) -> None:
         self._nbytes += entry.ByteSize()
@@ -124,7 +124,7 @@ def job_page(job: Job, token: str, now: float) -> pb.GetJobResponse:
         ConfigError: This function did not make the token.
     """
     next_task, last_serial = _position(token)
-    answer, page = pb.GetJobResponse(num_clients=job.num_clients, attempt=job.attempt), _Page()
+    answer, page = pb.GetJobResponse(num_clients=job.num_clients, attempt=job.attempt), Page()
     for number in range(next_task, job.num_clients):
         if page.is_full:
             answer.next_page_token = f"{number}.{last_serial}"
@@ -153,8 +153,8 @@ def _position(token: str) -> tuple[int, int]:
 
 def jobs_page(jobs: Iterable[Job], token: str) -> pb.ListJobsResponse:
     """Return a page of jobs in the order of their names: the first ones after the name in the token."""
-    answer, page = pb.ListJobsResponse(), _Page()
-    later = heapq.nsmallest(PAGE_ENTRIES + 1, (job for job in jobs if job.name > token), key=lambda job: job.name)
+    answer, page = pb.ListJobsResponse(), Page()
+    later = heapq.nsmallest(MAX_PAGE_ENTRIES + 1, (job for job in jobs if job.name > token), key=lambda job: job.name)
     for job in later:
         if page.is_full:
             answer.next_page_token = answer.jobs[-1].job
