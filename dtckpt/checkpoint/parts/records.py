@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from dtckpt.checkpoint.reading.pieces import c_strides
@@ -28,6 +29,9 @@ FORMAT = 1
 MAX_INDEX_NBYTES = 1 << 30
 UNKNOWN_ROOT = "00000000"
 """Stands for the identity of a root that storage did not say."""
+NearCopies = Mapping[str, tuple[Region, ...]]
+"""By tensor, the regions of which a client keeps near copies; see `dtckpt.checkpoint.tiers.near_copies`."""
+NO_COPIES: NearCopies = MappingProxyType({})
 _SAVE_NAME = re.compile(r"(\d{20})-(\d{1,18})-(\d{1,9})-([01])-([0-9a-f]{8})-([0-9a-f]{8})")
 
 
