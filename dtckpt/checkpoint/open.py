@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from dtckpt.checkpoint.foreign.formats import has_foreign_name, not_understood, open_foreign
+from dtckpt.checkpoint.live.versions import is_live
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
 from dtckpt.checkpoint.reading.manifest_files import ManifestFiles
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
@@ -304,7 +305,13 @@ def open_checkpoint(path: str | Location) -> Checkpoint:
         CheckpointCorruptError: Its manifest or index is damaged.
         StoragePermissionError: The checkpoint may not be read.
     """
-    place = commit_target_of(location_of(path))
+    location = location_of(path)
+    if is_live(location):
+        # Here, because few programs need it, and it imports PyTorch and the coordinator's client.
+        from dtckpt.checkpoint.live.version_choice import open_live
+
+        return open_live(location)
+    place = commit_target_of(location)
     # Storage without directories tells at once whether a file of such a name is there, and our own after some look-ups.
     if has_foreign_name(place.where) and (files := open_foreign(place.where)) is not None:
         return Checkpoint(place.where, files)

@@ -1,1 +1,1 @@
-"""Live checkpoints: a job publishes versions of its weights from memory, and other jobs restore them onto their mesh."""
+"""Live checkpoints: a job publishes versions of its state from memory; other jobs restore them onto their mesh."""

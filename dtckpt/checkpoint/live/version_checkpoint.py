@@ -11,13 +11,13 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from dtckpt.checkpoint.live.versions import KIND, SCHEME, Endpoint, save_of_version, title_of_version
+from dtckpt.checkpoint.live.versions import KIND, Endpoint, location_of_version, save_of_version, title_of_version
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.part_files import Holder, PartCheckpoint, PartFiles
 from dtckpt.checkpoint.parts.peers import Peer
 from dtckpt.checkpoint.parts.records import PartIndex, SaveId
 from dtckpt.comm.background_threads import Pool
-from dtckpt.coordination.feeds.events import Leased, Source
+from dtckpt.coordination.feeds.leases import FeedLease, FeedSource
 from dtckpt.errors import CheckpointCorruptError, DtckptError, SourceLostError, capped
 from dtckpt.format.digest import bytes_digest
 
@@ -33,33 +33,32 @@ def index_digest(file: bytes) -> bytes:
     return bytes_digest(file).to_bytes(DIGEST_NBYTES, "big")
 
 
-def open_version(feed: str, leased: Leased, timeout_s: float) -> PartCheckpoint:
+def open_version(lease: FeedLease, timeout_s: float) -> PartCheckpoint:
     """Open a version for reading. Local.
 
     Args:
-        feed: Name of the feed.
-        leased: A live lease on the version.
+        lease: A live lease on the version.
         timeout_s: Longest wait for each answer of a publisher's client.
 
     Raises:
         SourceLostError: A part is nowhere to be had.
         CheckpointCorruptError: An index is not the one that its client announced.
     """
-    save = save_of_version(feed, leased.number, leased.step, len(leased.parts))
-    title = title_of_version(feed, leased.number, leased.step)
-    with Pool(min(MAX_ASKED, max(1, len(leased.parts))), "dtckpt-live-indexes") as pool:
-        found = list(pool.map(lambda part: _open_part(save, part, timeout_s), leased.parts))
-    lost = {part.client: reason for part, (_, _, reason) in zip(leased.parts, found, strict=True) if reason}
+    save = save_of_version(lease.feed, lease.number, lease.step, len(lease.parts))
+    title = title_of_version(lease.feed, lease.number, lease.step)
+    with Pool(min(MAX_ASKED, max(1, len(lease.parts))), "dtckpt-live-indexes") as pool:
+        found = list(pool.map(lambda part: _open_part(save, part, timeout_s), lease.parts))
+    lost = {part.client: reason for part, (_, _, reason) in zip(lease.parts, found, strict=True) if reason}
     if lost:
         raise SourceLostError(f"{title} cannot be read: {capped(f'client {c}: {why}' for c, why in lost.items())}")
     indexes = {index.client: index for index, _, _ in found if index is not None}
-    holders = {part.client: holders for part, (_, holders, _) in zip(leased.parts, found, strict=True)}
+    holders = {part.client: holders for part, (_, holders, _) in zip(lease.parts, found, strict=True)}
     files = PartFiles(save, indexes, holders, kind=KIND, title=title)
     is_remote = any(not isinstance(some[0].source, HostFolder) for some in holders.values())
-    return PartCheckpoint(files, Path(f"{SCHEME}{feed}@{leased.step}"), is_remote=is_remote)
+    return PartCheckpoint(files, location_of_version(lease.feed, lease.step), is_remote=is_remote)
 
 
-def _open_part(save: SaveId, part: Source, timeout_s: float) -> tuple[PartIndex | None, Sequence[Holder], str]:
+def _open_part(save: SaveId, part: FeedSource, timeout_s: float) -> tuple[PartIndex | None, Sequence[Holder], str]:
     """Return the index of a client's part, where the part is, and why there is none."""
     failures: list[str] = []
     endpoint = Endpoint.from_bytes(part.endpoint)
@@ -77,7 +76,7 @@ def _open_part(save: SaveId, part: Source, timeout_s: float) -> tuple[PartIndex 
     return index, holders, "" if index is not None else "; ".join(failures)
 
 
-def _read_index(holder: Holder, save: SaveId, part: Source) -> PartIndex:
+def _read_index(holder: Holder, save: SaveId, part: FeedSource) -> PartIndex:
     source = holder.source
     files = [source.index_file(save, part.client)] if isinstance(source, HostFolder) else source.indexes(save)
     for file in files:

@@ -14,15 +14,17 @@ from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.coordination.feeds.events import MAX_ENDPOINT_BYTES
 from dtckpt.errors import CheckpointCorruptError, ConfigError
 from dtckpt.format.digest import bytes_digest
+from dtckpt.storage.url import Url
 
-SCHEME = "live://"
+SCHEME = "live"
+"""Of the locations of live versions."""
 KIND = "live version"
-_LOCATION = re.compile(rf"{SCHEME}(?P<feed>[^@]+)(?:@(?P<step>\d+))?")
+_LOCATION = re.compile(r"(?P<feed>[^@]+)(?:@(?P<step>\d{1,18}))?")
 
 
 def job_of_feed(feed: str, job: str) -> str:
     """Return what tells the parts of a job's feed from others in a host's folder."""
-    return f"{SCHEME}{feed} of {job}"
+    return f"{SCHEME}://{feed} of {job}"
 
 
 def save_of_version(feed: str, number: int, step: int, num_clients: int) -> SaveId:
@@ -35,20 +37,25 @@ def title_of_version(feed: str, number: int, step: int) -> str:
     return f"version {number} (step {step}) of feed {feed!r}"
 
 
+def location_of_version(feed: str, step: int | None = None) -> Url:
+    """Return the location of the newest version of a feed, or of a step."""
+    return Url(SCHEME, feed if step is None else f"{feed}@{step}")
+
+
 def is_live(location: object) -> bool:
-    """Whether a location names a live version."""
-    return isinstance(location, str) and location.startswith(SCHEME)
+    """Whether a location, or a text, names a live version."""
+    return str(location).startswith(f"{SCHEME}://")
 
 
-def parse_location(location: str) -> tuple[str, int | None]:
+def parse_location(location: object) -> tuple[str, int | None]:
     """Return the feed and the step that ``live://feed`` or ``live://feed@step`` names; None: the newest version.
 
     Raises:
         ConfigError: The location is malformed.
     """
-    match = _LOCATION.fullmatch(location)
+    match = _LOCATION.fullmatch(str(location).removeprefix(f"{SCHEME}://"))
     if match is None:
-        raise ConfigError(f"{location!r} names no live version; expected live://feed or live://feed@step")
+        raise ConfigError(f"{str(location)!r} names no live version; expected live://feed or live://feed@step")
     return match["feed"], None if match["step"] is None else int(match["step"])
 
 

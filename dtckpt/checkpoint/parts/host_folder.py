@@ -364,6 +364,13 @@ class HostFolder:
                 with suppress(OSError):
                     self._files.remove_tree(folder.name)
 
+    def remove_before(self, number: int) -> None:
+        """Remove the saves of smaller numbers, whichever process wrote them."""
+        for save, folder in list(self._saves()):
+            if save.number < number:
+                with suppress(OSError):
+                    self._files.remove_tree(folder.name)
+
     def remove_spare_of_the_dead(self) -> None:
         """Remove the files that processes left in ``spare`` which do not live any more."""
         with suppress(OSError):

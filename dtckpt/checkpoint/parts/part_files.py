@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +38,7 @@ from dtckpt.format import tree_union
 from dtckpt.format.digest import as_bytes, bytes_digest
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
+from dtckpt.storage.location import Location
 
 logger = logging.getLogger("dtckpt.tiers")
 
@@ -394,11 +394,11 @@ class PartCheckpoint(Checkpoint):
 
     Args:
         files: Its parts.
-        path: Its directory on this host.
+        path: Its directory on this host, or its location.
         is_remote: Whether other hosts hold parts that this host lacks.
     """
 
-    def __init__(self, files: PartFiles, path: Path, *, is_remote: bool) -> None:
+    def __init__(self, files: PartFiles, path: Location, *, is_remote: bool) -> None:
         super().__init__(path, files)
         self.parts = files
         # Where clients need the same bytes, one of them reads each, and sends it on.

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import validate_mode
+from dtckpt.checkpoint.live.versions import is_live
 from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group, participants_of
@@ -42,6 +43,12 @@ from dtckpt.storage.location import Location
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
+Open = Callable[[], Checkpoint]
+Choose = Callable[[Collective], AbstractContextManager[Open]]
+"""Agrees with the other clients on the checkpoint that they restore; yields the function that opens it.
+
+The function's errors reach all clients. The context ends when the clients have read, or have failed.
+"""
 MAX_TRIES = 3
 """How often a local restore begins anew when a save replaces the checkpoint meanwhile."""
 MAX_PATH_CHARS = 250
@@ -109,14 +116,25 @@ def restore(
     """
     if strict is not None:
         options = replace(options or RestoreOptions(), strict=strict)
-    return restore_opened(
-        path, lambda: open_checkpoint(path), target, mesh=mesh, layouts=layouts, options=options, group=group
+    request = _RestoreRequest.of(
+        path, chooser_of(path), target, options or RestoreOptions(), mesh=mesh, layouts=layouts, group=group
     )
+    return request.run(StagedRestore.apply)
+
+
+def chooser_of(path: str | Location) -> Choose:
+    """Return how clients agree on the checkpoint at a path: the path tells it, but for a live version."""
+    if is_live(path):
+        # Here, because few restores need it, and it imports the coordinator's client.
+        from dtckpt.checkpoint.live.version_choice import VersionChoice
+
+        return VersionChoice.of_location(path)
+    return lambda _: nullcontext(lambda: open_checkpoint(path))
 
 
 def restore_opened(
     path: str | Location,
-    open_: Callable[[], Checkpoint],
+    open_: Open,
     target: Any = None,
     *,
     mesh: MeshLike | None = None,
@@ -132,14 +150,38 @@ def restore_opened(
         target: As for `restore`, like the further arguments.
     """
     request = _RestoreRequest.of(
-        path, open_, target, options or RestoreOptions(), mesh=mesh, layouts=layouts, group=group
+        path,
+        lambda _: nullcontext(open_),
+        target,
+        options or RestoreOptions(),
+        mesh=mesh,
+        layouts=layouts,
+        group=group,
     )
     return request.run(StagedRestore.apply)
 
 
+def restore_chosen(
+    path: str | Location,
+    choose: Choose,
+    target: Any,
+    *,
+    options: RestoreOptions,
+    group: Group | None = None,
+) -> Any:
+    """Restore a checkpoint that the clients choose together. Otherwise as `restore`.
+
+    Args:
+        path: The checkpoint's name in messages.
+        choose: Chooses it.
+        target: As for `restore`, like the further arguments.
+    """
+    return _RestoreRequest.of(path, choose, target, options, group=group).run(StagedRestore.apply)
+
+
 def stage_restore(
     path: str | Location,
-    open_: Callable[[], Checkpoint],
+    choose: Choose,
     target: Any,
     aside: AsideMemory,
     *,
@@ -148,12 +190,12 @@ def stage_restore(
 ) -> StagedRestore:
     """Read a checkpoint into memory beside a target's tensors; `StagedRestore.apply` brings it into the target.
 
-    Otherwise as `restore_opened`.
+    Otherwise as `restore_chosen`.
 
     Args:
         aside: The memory; kept from one restore into the target to the next.
     """
-    request = _RestoreRequest.of(path, open_, target, options, group=group)
+    request = _RestoreRequest.of(path, choose, target, options, group=group)
     staged: StagedRestore = replace(request, aside=aside).run(lambda staged: staged)
     return staged
 
@@ -174,7 +216,7 @@ def run_restore(
         coordination: The connection to the other clients.
         participants: The clients that restore.
     """
-    request = _RestoreRequest(path, lambda: open_checkpoint(path), plan, options, coordination, participants)
+    request = _RestoreRequest(path, chooser_of(path), plan, options, coordination, participants)
     return request.run(StagedRestore.apply)
 
 
@@ -184,7 +226,7 @@ class _RestoreRequest:
 
     Args:
         path: The checkpoint's name in messages.
-        open_: Opens it; its errors reach all clients.
+        choose: Chooses the checkpoint.
         plan: Plans this client's part; its errors reach all clients.
         options: See `RestoreOptions`.
         coordination: The connection to the other clients.
@@ -193,7 +235,7 @@ class _RestoreRequest:
     """
 
     path: str | Location
-    open_: Callable[[], Checkpoint]
+    choose: Choose
     plan: Callable[[Checkpoint], RestorePlan]
     options: RestoreOptions
     coordination: Coordination
@@ -204,7 +246,7 @@ class _RestoreRequest:
     def of(
         cls,
         path: str | Location,
-        open_: Callable[[], Checkpoint],
+        choose: Choose,
         target: Any,
         options: RestoreOptions,
         *,
@@ -239,7 +281,7 @@ class _RestoreRequest:
                 return plan_target(checkpoint, state, options, ClientNumber.among(coordination.member.client, everyone))
             return plan_new_tensors(checkpoint, own_mesh, layouts, options, device_mesh)
 
-        return cls(path, open_, plan, options, coordination, participants)
+        return cls(path, choose, plan, options, coordination, participants)
 
     def run(self, end: Callable[[StagedRestore], Any]) -> Any:
         """Run the restore protocol; ``end`` gets the restore when every client has read its tensors."""
@@ -248,8 +290,12 @@ class _RestoreRequest:
         is_alone = len(collective.participants) == 1
         for is_last in (False,) * (MAX_TRIES - 1) + (True,):
             try:
-                with collective.process_lock(), phases.operation(self.path, is_shown=is_shown):
-                    return end(_run_once(self, collective))
+                with (
+                    collective.process_lock(),
+                    phases.operation(self.path, is_shown=is_shown),
+                    self.choose(collective) as open_,
+                ):
+                    return end(_run_once(self, open_, collective))
             except CheckpointConflictError:
                 # A save replaced the checkpoint meanwhile. Several clients may not all notice, so they do not retry.
                 if is_last or not is_alone:
@@ -317,9 +363,11 @@ class StagedRestore:
         return result
 
 
-def _run_once(request: _RestoreRequest, collective: Collective) -> StagedRestore:
+def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> StagedRestore:
     options, phases = request.options, collective.phases
-    prepared, payloads = collective.run_round_with_value("planned", lambda: _prepare(request, collective), phase="plan")
+    prepared, payloads = collective.run_round_with_value(
+        "planned", lambda: _prepare(request, open_, collective), phase="plan"
+    )
     opened = {client: _CheckpointFacts(*json.loads(data)) for client, data in payloads.items()}
     with prepared.checkpoint as checkpoint:
         # All clients compare the same payloads, so either all go on or all raise, without another barrier.
@@ -344,12 +392,12 @@ def _run_once(request: _RestoreRequest, collective: Collective) -> StagedRestore
     return StagedRestore(prepared, replace(report, phases=phases.costs), options.report)
 
 
-def _prepare(request: _RestoreRequest, collective: Collective) -> tuple[_Prepared, bytes]:
+def _prepare(request: _RestoreRequest, open_: Open, collective: Collective) -> tuple[_Prepared, bytes]:
     """Open the checkpoint and plan; return the plan, and the payload for the other clients."""
     options, aside = request.options, request.aside
     validate_mode()
     with gc_paused():
-        checkpoint = request.open_()
+        checkpoint = open_()
         planned = request.plan(checkpoint)
         report = planned.report(checkpoint)
     with _told_of_refusal(options, report):

@@ -1,0 +1,29 @@
+"""The one `FeedClient` of this process, for its publishers and subscribers."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from dtckpt.coordination.api import Coordination
+from dtckpt.coordination.feeds.client import FeedClient
+from dtckpt.coordination.grpc_client import GrpcCoordination
+from dtckpt.errors import ConfigError
+
+_clients: WeakKeyDictionary[Coordination, FeedClient] = WeakKeyDictionary()
+
+
+def feed_client(coordination: Coordination) -> FeedClient:
+    """Return the client of feeds at a coordinator; the same for one connection.
+
+    Raises:
+        ConfigError: The clients of this job meet without a coordinator.
+    """
+    client = _clients.get(coordination)
+    if client is None:
+        if not isinstance(coordination, GrpcCoordination):
+            raise ConfigError(
+                "live versions need a coordinator, which both jobs know; start `dtckpt-coordinator serve`, and set "
+                "DTCKPT_COORDINATOR=host:port"
+            )
+        client = _clients[coordination] = FeedClient(coordination)
+    return client
