@@ -157,7 +157,7 @@ class FeedsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Done(self, request, context):
-        """The reader ends its lease.
+        """The client needs the lease no more; it ends with the last client of the group.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,7 +56,7 @@ class FeedsStub:
     Renew: _grpc.UnaryUnaryMultiCallable[_feeds_pb2.RenewRequest, _feeds_pb2.VersionResponse]
     """The reader goes on with its lease."""
     Done: _grpc.UnaryUnaryMultiCallable[_feeds_pb2.DoneRequest, _feeds_pb2.DoneResponse]
-    """The reader ends its lease."""
+    """The client needs the lease no more; it ends with the last client of the group."""
     Serve: _grpc.UnaryUnaryMultiCallable[_feeds_pb2.ServeRequest, _feeds_pb2.ServeResponse]
     """The reader's client has verified the version and serves it on."""
     StopServing: _grpc.UnaryUnaryMultiCallable[_feeds_pb2.StopServingRequest, _feeds_pb2.StopServingResponse]
@@ -85,7 +85,7 @@ class FeedsAsyncStub(FeedsStub):
     Renew: _aio.UnaryUnaryMultiCallable[_feeds_pb2.RenewRequest, _feeds_pb2.VersionResponse]  # type: ignore[assignment]
     """The reader goes on with its lease."""
     Done: _aio.UnaryUnaryMultiCallable[_feeds_pb2.DoneRequest, _feeds_pb2.DoneResponse]  # type: ignore[assignment]
-    """The reader ends its lease."""
+    """The client needs the lease no more; it ends with the last client of the group."""
     Serve: _aio.UnaryUnaryMultiCallable[_feeds_pb2.ServeRequest, _feeds_pb2.ServeResponse]  # type: ignore[assignment]
     """The reader's client has verified the version and serves it on."""
     StopServing: _aio.UnaryUnaryMultiCallable[_feeds_pb2.StopServingRequest, _feeds_pb2.StopServingResponse]  # type: ignore[assignment]
@@ -165,7 +165,7 @@ class FeedsServicer(metaclass=_abc_1.ABCMeta):
         request: _feeds_pb2.DoneRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_feeds_pb2.DoneResponse, _abc.Awaitable[_feeds_pb2.DoneResponse]]:
-        """The reader ends its lease."""
+        """The client needs the lease no more; it ends with the last client of the group."""
 
     @_abc_1.abstractmethod
     def Serve(

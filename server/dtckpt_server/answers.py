@@ -16,7 +16,7 @@ from dtckpt_server.state import Barrier, Job
 PAGE_NBYTES = 512 << 10
 """A page ends with the entry by which it outgrows this; one entry is smaller than as much again."""
 MAX_PAGE_NBYTES = 2 * PAGE_NBYTES
-MAX_PAGE_ENTRIES = 1000
+PAGE_ENTRIES = 1000
 LOOKS_PER_ENTRY = 20
 """Looking up so many participants of a barrier takes as long as describing one task."""
 MAX_MISSING_SHOWN = 1000
@@ -107,7 +107,7 @@ class Page:
 
     @property
     def is_full(self) -> bool:
-        return self._nbytes >= PAGE_NBYTES or self._num_entries >= MAX_PAGE_ENTRIES
+        return self._nbytes >= PAGE_NBYTES or self._num_entries >= PAGE_ENTRIES
 
     def note(self, entry: Message, num_looks: int = 0) -> None:
         self._nbytes += entry.ByteSize()
@@ -154,7 +154,7 @@ def _position(token: str) -> tuple[int, int]:
 def jobs_page(jobs: Iterable[Job], token: str) -> pb.ListJobsResponse:
     """Return a page of jobs in the order of their names: the first ones after the name in the token."""
     answer, page = pb.ListJobsResponse(), Page()
-    later = heapq.nsmallest(MAX_PAGE_ENTRIES + 1, (job for job in jobs if job.name > token), key=lambda job: job.name)
+    later = heapq.nsmallest(PAGE_ENTRIES + 1, (job for job in jobs if job.name > token), key=lambda job: job.name)
     for job in later:
         if page.is_full:
             answer.next_page_token = answer.jobs[-1].job

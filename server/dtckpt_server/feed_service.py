@@ -21,7 +21,7 @@ from dtckpt.coordination.feeds import events
 from dtckpt.coordination.feeds.state import Feed, Version
 from dtckpt.coordination.feeds.tickets import Claim, make_ticket
 from dtckpt.coordination.feeds.transitions import SOME
-from dtckpt_server.answers import MAX_PAGE_ENTRIES, Page
+from dtckpt_server.answers import PAGE_ENTRIES, Page
 from dtckpt_server.service import CoordinatorService, answered, authorization, to_identity, waits_for_feed
 from dtckpt_server.tokens import ANY_JOB
 
@@ -217,7 +217,7 @@ class FeedService(pb_grpc.FeedsServicer):
         await coordinator.make_room_for_page(context)
         answer, page, now = pb.ListFeedsResponse(coordinator_incarnation=self._incarnation), Page(), coordinator.clock()
         later = (feed for feed in coordinator.rules.feeds.feeds.values() if feed.name > request.page_token)
-        for feed in heapq.nsmallest(MAX_PAGE_ENTRIES + 1, filter(may_see, later), key=lambda feed: feed.name):
+        for feed in heapq.nsmallest(PAGE_ENTRIES + 1, filter(may_see, later), key=lambda feed: feed.name):
             if page.is_full:
                 answer.next_page_token = answer.feeds[-1].feed
                 break

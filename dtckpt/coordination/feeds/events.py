@@ -26,7 +26,7 @@ MAX_TIMEOUT_S = 7 * 86400.0
 MAX_NUMBER = 1 << 62
 APPLIED, SKIPPED, FAILED = "applied", "skipped", "failed"
 OUTCOMES = (APPLIED, SKIPPED, FAILED)
-"""How a reader says that its lease ended."""
+"""How a reader says that its lease ended, from good to bad."""
 _FEED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 
 
@@ -273,7 +273,7 @@ class Renew:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A reader ends its lease, for all clients of the group. Never refused for a lease that has ended.
+    """A client of a reader needs the lease no more; it ends with the last client of the group. Never refused.
 
     Args:
         outcome: One of `OUTCOMES`.

@@ -31,6 +31,7 @@ from dtckpt import errors
 from dtckpt.coordination.barrier_texts import task_name
 from dtckpt.coordination.feeds.events import (
     MAX_TEXT_CHARS,
+    OUTCOMES,
     Abort,
     Announce,
     Done,
@@ -67,7 +68,6 @@ from dtckpt.coordination.feeds.state import (
 )
 from dtckpt.coordination.feeds.tickets import holder_key
 from dtckpt.coordination.feeds.transitions import (
-    EXPIRED,
     FEED_NBYTES,
     HOLDER_NBYTES,
     LEASE_NBYTES,
@@ -114,7 +114,7 @@ class FeedRules(Transitions):
         """Let an event happen.
 
         Raises:
-            DtckptError: The event is refused, and nothing has changed; the classes of events say by which errors.
+            DtckptError: The event is refused, and has changed nothing; the classes of events name the errors.
         """
         self._start(now)
         match event:
@@ -219,7 +219,7 @@ class FeedRules(Transitions):
                 "first client said"
             )
         if isinstance(known, Version):
-            return _state_of(known)
+            return _state_of(feed, number)
         is_old = number < feed.first if known is None else known.state == LOST
         if not is_old:
             self._refuse_used(feed, number)
@@ -241,7 +241,7 @@ class FeedRules(Transitions):
         feed.ended.pop(number, None)
         feed.versions[number] = self._publishing[feed.name, number] = version
         feed.next, feed.highest_step = max(feed.next, number + 1), max(feed.highest_step, event.step)
-        return _state_of(version)
+        return _state_of(feed, version.number)
 
     def _refuse_used(self, feed: Feed, number: int) -> None:
         """Refuse a new version whose number was used, or before which another version is not finished."""
@@ -308,7 +308,7 @@ class FeedRules(Transitions):
             self._reassess(feed, version)
         elif len(version.parts) == version.num_parts:
             self._make_readable(feed, version, now)
-        return _state_of(version)
+        return _state_of(feed, version.number)
 
     def _abort(self, event: Abort) -> None:
         feed = self._feed_of(event)
@@ -325,8 +325,8 @@ class FeedRules(Transitions):
 
     def _take_back(self, event: Retire) -> VersionState:
         feed = self._feed_of(event)
-        if (ended := feed.ended.get(event.number)) is not None:
-            return VersionState(event.number, ended.state)
+        if event.number in feed.ended:
+            return _state_of(feed, event.number)
         version = self._version(feed, event.number)
         if version.state == PUBLISHING:
             raise errors.FeedConflictError(
@@ -334,7 +334,7 @@ class FeedRules(Transitions):
             )
         if version.state != RETIRING:
             self._retire(feed, version)
-        return _state_of(version)
+        return _state_of(feed, version.number)
 
     def _withdraw(self, event: Withdraw, now: float) -> VersionState:
         feed, client = self._feed_of(event), event.who.task
@@ -344,11 +344,14 @@ class FeedRules(Transitions):
                 f"{what} may be leased by readers that have not come back after a restart of the registry; its parts "
                 f"must stay for {self._unknown_until() - now:.1f} s"
             )
-        if (ended := feed.ended.get(event.number)) is not None:
-            return VersionState(event.number, ended.state)
+        if event.number in feed.ended:
+            return _state_of(feed, event.number)
         if event.number not in feed.versions and feed.first <= event.number < feed.next:
             return VersionState(event.number, RELEASED)
         version = self._version(feed, event.number)
+        if version.state == PUBLISHING and version.is_old:  # other clients may have withdrawn it before the restart
+            self._fail(feed, version, f"{task_name(event.who.job, client)} has withdrawn it")
+            return _state_of(feed, event.number)
         if version.state != RETIRING:
             raise errors.FeedConflictError(f"{what} is {version.state}; expected to free it after it is retired")
         if version.leases:
@@ -357,7 +360,7 @@ class FeedRules(Transitions):
         if part is not None:
             self._count_version(feed, version, -PART_NBYTES - len(part.endpoint) - len(part.digest) - len(part.host))
         self._settle(feed, version)
-        return _state_of(version)
+        return _state_of(feed, version.number)
 
     # --- readers ----------------------------------------------------------------------------------------------------
 
@@ -380,7 +383,7 @@ class FeedRules(Transitions):
                 f"lease {event.lease:x} on feed {feed.name!r} is of reader {lease.reader!r} on version "
                 f"{lease.version.number}; got job {who.job!r}, group {event.group!r}, which wants {event.want}"
             )
-        self._join(feed, lease, who)
+        self._go_on(feed, lease, who, now)
         return self._answer(feed, lease, event.host, now)
 
     def _choose(self, feed: Feed, want: Want, now: float, *, is_again: bool) -> Version | NotYet:
@@ -437,11 +440,19 @@ class FeedRules(Transitions):
         feed.members[who.job] += 1
         return lease
 
-    def _join(self, feed: Feed, lease: Lease, who: Identity) -> None:
+    def _go_on(self, feed: Feed, lease: Lease, who: Identity, now: float) -> None:
+        """Renew a lease for one more client of its group, or for one that has it already."""
+        if now >= lease.taken_at + MAX_LEASE_S:
+            raise errors.VersionGoneError(
+                f"lease of {lease.reader!r} on version {lease.version.number} of feed {feed.name!r} has lasted for "
+                f"{MAX_LEASE_S:g} s, the longest time that is possible; take a new one"
+            )
         if who not in lease.tasks:
             self._count(who.job, LEASE_TASK_NBYTES, f"a lease on feed {feed.name!r}")
             lease.counted_nbytes += LEASE_TASK_NBYTES
             lease.tasks.add(who)
+        lease.deadline = now + self.lease_s
+        self.leases.move_to_end((feed.name, lease.lease_id))
 
     def _answer(self, feed: Feed, lease: Lease, host: str, now: float) -> Leased:
         version = lease.version
@@ -455,7 +466,7 @@ class FeedRules(Transitions):
             feed.secret,
             tuple(part.source() for _, part in sorted(version.parts.items())),
             tuple(holder.source() for holder in _by_nearness(version, host)[:MAX_HOLDERS_TOLD]),
-            lease.deadline - now,
+            self.lease_s,
             lease.taken_at + MAX_LEASE_S - now,
         )
 
@@ -471,21 +482,14 @@ class FeedRules(Transitions):
 
     def _renew(self, event: Renew, now: float) -> VersionState:
         lease, feed = self._own_lease(event), self.feeds[event.feed]
-        if now >= lease.taken_at + MAX_LEASE_S:
-            self._end(feed, lease, EXPIRED)
-            raise errors.VersionGoneError(
-                f"lease of {lease.reader!r} on version {lease.version.number} of feed {feed.name!r} has lasted for "
-                f"{MAX_LEASE_S:g} s, the longest time that is possible; take a new one"
-            )
-        self._join(feed, lease, event.who)
-        lease.deadline = now + self.lease_s
-        self.leases.move_to_end((feed.name, lease.lease_id))
-        return _state_of(lease.version)
+        self._go_on(feed, lease, event.who, now)
+        return _state_of(feed, lease.version.number)
 
     def _done(self, event: Done) -> None:
-        lease = self.leases.get((event.feed, event.lease))
-        if lease is not None and lease.job == event.who.job:
-            self._end(self.feeds[event.feed], lease, event.outcome)
+        lease, feed = self.leases.get((event.feed, event.lease)), self.feeds.get(event.feed)
+        if feed is not None and lease is not None and event.who in lease.tasks:
+            lease.outcome = max(lease.outcome, event.outcome, key=("", *OUTCOMES).index)
+            self._leave_lease(feed, lease, {event.who}, lease.outcome)
 
     def _serve(self, event: Serve) -> Served:
         lease, feed, who = self._own_lease(event), self.feeds[event.feed], event.who
@@ -524,7 +528,10 @@ class FeedRules(Transitions):
             self._remove_holder(feed, version, event.who.job, event.who.task)
 
 
-def _state_of(version: Version) -> VersionState:
+def _state_of(feed: Feed, number: int) -> VersionState:
+    if (ended := feed.ended.get(number)) is not None:
+        return VersionState(number, ended.state)
+    version = feed.versions[number]
     return VersionState(
         version.number, version.state, len(version.parts), len(version.leases), version.lost, version.is_rewound
     )

@@ -94,7 +94,8 @@ class Lease:
     """A group of clients of one job reads a version.
 
     Args:
-        tasks: The clients of the group that have said so; the lease ends when all of them are gone.
+        tasks: The clients of the group that need it; it ends when the last of them is done or gone.
+        outcome: The worst that a client has said when it was done; "": none has said anything.
         source: The holder that the group reads from first; None: the publisher.
         counted_nbytes: Memory that the registry counts for it.
     """
@@ -108,6 +109,7 @@ class Lease:
     deadline: float
     tasks: set[Identity] = field(default_factory=set)
     source: Holder | None = None
+    outcome: str = ""
     counted_nbytes: int = 0
 
     @property

@@ -198,18 +198,19 @@ class Transitions:
                     self._remove_holder(feed, version, *place)
             for lease in list(version.leases.values()):
                 if lease.job == job:
-                    self._leave_lease(feed, lease, {who for who in lease.tasks if is_gone(who)})
+                    self._leave_lease(feed, lease, {who for who in lease.tasks if is_gone(who)}, lease.outcome or GONE)
             if version.number in feed.versions:
                 for part in version.parts.values():
                     part.is_lost |= is_gone(part.who)
                 self._reassess(feed, version)
 
-    def _leave_lease(self, feed: Feed, lease: Lease, left: set[Identity]) -> None:
+    def _leave_lease(self, feed: Feed, lease: Lease, left: set[Identity], outcome: str) -> None:
+        """Let clients of a group need its lease no more; the last one ends it."""
         lease.tasks -= left
         lease.counted_nbytes -= LEASE_TASK_NBYTES * len(left)
         self._count(lease.job, -LEASE_TASK_NBYTES * len(left))
         if not lease.tasks:
-            self._end(feed, lease, GONE)
+            self._end(feed, lease, outcome)
 
     def is_needed(self, job: str) -> bool:
         """Whether other jobs read a feed of this job, or serve it on."""
