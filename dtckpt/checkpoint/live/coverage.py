@@ -28,7 +28,7 @@ def validate_covered(target: Any, modules: Sequence[nn.Module]) -> None:
     wanted = {name: tensor for module in modules for name, tensor in _persistent(module)}
     cells = {_place(memory): np.zeros(memory.untyped_storage().nbytes(), bool) for memory in _memories(wanted.values())}
     strangers = []
-    for name, tensor in visit_target(target).tensors.items():
+    for name, tensor in visit_target(target).tensors:
         for memory in _memories([tensor]):
             map_of_storage = cells.get(_place(memory))
             if map_of_storage is None:
@@ -39,12 +39,17 @@ def validate_covered(target: Any, modules: Sequence[nn.Module]) -> None:
         name for name, tensor in wanted.items() for m in _memories([tensor]) if not _cells_of(cells[_place(m)], m).all()
     ]
     if strangers or left:
-        texts = [
-            f"tensors {capped(map(repr, strangers))} are in no parameter: they are copies that the model never reads; "
-            "pass views of the parameters" if strangers else "",
-            f"parameters {capped(map(repr, left))} are filled in part, or not at all; add them to the target" if left else "",
-        ]  # fmt: skip
-        raise LayoutError(f"the target does not cover the model: {'; and '.join(filter(None, texts))}")
+        texts = []
+        if strangers:
+            texts.append(
+                f"tensors {capped(map(repr, strangers))} are in no parameter: they are copies that the model never "
+                "reads; pass views of the parameters"
+            )
+        if left:
+            texts.append(
+                f"parameters {capped(map(repr, left))} are filled in part or not at all; add them to the target"
+            )
+        raise LayoutError(f"the target does not cover the model: {'; '.join(texts)}")
 
 
 def _persistent(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

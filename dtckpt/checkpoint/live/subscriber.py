@@ -197,12 +197,7 @@ class Subscriber:
             SourceLostError: The publisher's clients that have it are lost.
             DtckptError: As `dtckpt.restore`. The target is as it was, whatever is raised.
         """
-        choice, options, start = (
-            self._choice(newer, step, timeout_s),
-            self._restore_options(timeout_s),
-            time.monotonic(),
-        )
-        reports: list[RestoreReport] = []
+        choice, start = self._choice(timeout_s, step, newer=newer), time.monotonic()
         if self._staged is not None:
             self._staged.drop()  # the new version takes its memory
         staged = stage_restore(
@@ -210,7 +205,7 @@ class Subscriber:
             choice,
             self.target,
             self._aside,
-            options=replace(options, report=reports.append),
+            options=self._restore_options(timeout_s),
             group=self._group,
         )
         self._staged = StagedVersion(self, staged, self._report_of(choice, start, staged.report))
@@ -248,11 +243,7 @@ class Subscriber:
         return self._version
 
     def _read_in_place(self, *, newer: bool, step: int | None, timeout_s: float) -> None:
-        choice, options, start = (
-            self._choice(newer, step, timeout_s),
-            self._restore_options(timeout_s),
-            time.monotonic(),
-        )
+        choice, start = self._choice(timeout_s, step, newer=newer), time.monotonic()
         before, reports = self._version, list[RestoreReport]()
         # From the first byte on: whoever asks meanwhile, or after a failure, must not take it for the old version.
         self._version, self._is_mixed = None, True
@@ -261,11 +252,11 @@ class Subscriber:
                 location_of_version(self.name, step),
                 choice,
                 self.target,
-                options=replace(options, report=reports.append),
+                options=replace(self._restore_options(timeout_s), report=reports.append),
                 group=self._group,
             )
         except BaseException as error:
-            if not choice.opened or (reports and reports[-1].refusal):
+            if not (choice.opened and choice.opened[-1].parts.traffic.has_begun):
                 # Nothing was written: the version was not found, or it was refused as a whole.
                 self._version, self._is_mixed = before, False
             elif isinstance(error, Exception):
@@ -283,7 +274,7 @@ class Subscriber:
         self._version, self._is_mixed, self.report = staged.version, False, staged.report
         return result
 
-    def _choice(self, newer: bool, step: int | None, timeout_s: float) -> VersionChoice:
+    def _choice(self, timeout_s: float, step: int | None, *, newer: bool) -> VersionChoice:
         newer_than = self._version.number if newer and self._version is not None else 0
         want = Want(newer_than=newer_than, step=step, allow_rewound=self._allow_rewound)
         return VersionChoice(self.name, want, wait_s=timeout_s, timeout_s=self._timeout_s)

@@ -55,12 +55,14 @@ class PartTraffic:
     Args:
         local: Bytes from this host's memory.
         by_host: Bytes from other hosts.
+        has_begun: Whether a read has begun, so that memory may have been written.
         damaged: The hosts that were passed over, and the reasons.
         damaged_copies: The copies of parts that turned out to be damaged.
     """
 
     local: int = 0
     by_host: dict[str, int] = field(default_factory=dict)
+    has_begun: bool = False
     damaged: list[str] = field(default_factory=list)
     damaged_copies: set[PartCopy] = field(default_factory=set)
 
@@ -221,6 +223,7 @@ class PartFiles(CheckpointFiles):
         max_in_flight: int | None,
         count: Callable[[int], object],
     ) -> int:
+        self.traffic.has_begun = True
         # `max_in_flight` bounds nothing: local reads need no memory, and the others are few at a time.
         local: list[_BoxRead] = []
         remote: dict[int, list[_BoxRead]] = defaultdict(list)

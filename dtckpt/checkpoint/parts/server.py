@@ -87,6 +87,10 @@ class PartServer:
         self._server.token = token
         self._server.is_open.set()
 
+    def forget_part(self) -> None:
+        """Open a part anew when it is asked for next: the file of a part that was removed is filled with another."""
+        self._server.forget_part()
+
     def close(self) -> None:
         """Take no more requests."""
         self._server.shutdown()
