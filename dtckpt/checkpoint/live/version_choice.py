@@ -18,6 +18,7 @@ from dtckpt.checkpoint.live.versions import parse_location
 from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.parts.part_files import PartCheckpoint
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
+from dtckpt.checkpoint.timing import BARRIER
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.coordination.feeds.client import FeedClient
 from dtckpt.coordination.feeds.events import APPLIED, FAILED, Want
@@ -91,7 +92,7 @@ class VersionChoice:
 
         self.lease = None
         try:
-            payloads = collective.run_round("lease", choose, phase="plan")
+            payloads = collective.run_round("lease", choose, phase=BARRIER)  # to wait for a version is no work
             lease_id, number = json.loads(payloads[collective.leader])
             yield open_
             outcome = APPLIED
