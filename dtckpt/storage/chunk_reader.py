@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
 from typing import Any
@@ -45,6 +46,12 @@ MAX_DOCUMENT_NBYTES = 1 << 20
 """Bytes of a ``zarr.json``; a longer file is not read."""
 MAX_DOCUMENTS = 64
 """``zarr.json`` files that are read at one time."""
+REQUEST_NBYTES = 4 << 20
+"""Bytes that one request to an object store reads: many connections are faster than one."""
+MAX_RUN_NBYTES = 2 << 20
+"""Bytes that one request reads of small chunks on storage that takes long to answer."""
+MAX_GAP_NBYTES = 16 << 10
+"""Bytes between two of them that are read for nothing: another request would take longer."""
 MAX_SIZES = 4096
 """Files whose sizes are asked for together."""
 
@@ -60,6 +67,24 @@ class _ReadyValue:
 
     def exception(self) -> None:
         return None
+
+
+class _SplitRead:
+    """A read of a long range by several requests, all under way at one time. Has a future's interface.
+
+    Args:
+        reads: Per request, its future and the bytes that it asks for.
+    """
+
+    def __init__(self, reads: Sequence[tuple[Any, int]]) -> None:
+        self._reads = reads
+
+    def result(self) -> bytes:
+        return b"".join([content(read, nbytes) for read, nbytes in self._reads])
+
+    def exception(self) -> Any:
+        errors = [read.exception() for read, _ in self._reads]  # so that no request is left under way
+        return next(filter(None, errors), None)
 
 
 class _ElementsRead:
@@ -162,6 +187,29 @@ class ChunkReader:
         (first, _) = chunks[0]
         with translate_errors("find {} chunks, of array {!r} first", self._where, len(chunks), first, is_read=True):
             return [self._value(key_of(path, index)) for path, index in chunks]
+
+    def find_small(self, chunks: Sequence[tuple[str, Sequence[int]]]) -> Sequence[FileRange | None]:
+        """Find small chunks that share a file with others, where storage takes long to answer, for `start_run`.
+
+        None for each chunk that is missing, a separate file, or in a node of the database. Arguments and errors as for
+        `locate_small`.
+        """
+        if not chunks or self._local_path is not None or self._database is None:
+            return [None] * len(chunks)
+        (first, _) = chunks[0]
+        with translate_errors("find {} chunks, of array {!r} first", self._where, len(chunks), first, is_read=True):
+            return [self._find_in_file(key_of(path, index)) for path, index in chunks]
+
+    def _find_in_file(self, key: str) -> FileRange | None:
+        try:
+            stored = self._find(key)
+        except FileNotFoundError:
+            return None
+        return stored if isinstance(stored, FileRange) and stored.nbytes is not None else None
+
+    def start_run(self, run: FileRun) -> Any:
+        """Start reading all bytes of a run; `content` waits for them."""
+        return self._ranges.start(run.file, run.start, run.stop)
 
     def _value(self, key: str) -> StoredValue | None:
         """Return the bytes of a local file that hold a value; None if a node of the database holds it.
@@ -333,6 +381,43 @@ class ChunkReader:
         self._ranges.close()
 
 
+@dataclass(frozen=True, slots=True)
+class FileRun:
+    """Ranges of one file that one request reads.
+
+    Args:
+        file: The file.
+        start: The first byte of the first range.
+        stop: The byte after the last range.
+        positions: The ranges, as positions in the list that `file_runs` was given.
+    """
+
+    file: str
+    start: int
+    stop: int
+    positions: Sequence[int]
+
+
+def file_runs(ranges: Sequence[FileRange]) -> Iterator[FileRun]:
+    """Group ranges that lie near each other in a file. Yields: Runs; each range is in one of them."""
+    run: list[int] = []
+    start = stop = 0
+    order = sorted(range(len(ranges)), key=lambda position: (ranges[position].file, ranges[position].start))
+    for position in order:
+        found = ranges[position]
+        end = found.start + (found.nbytes or 0)
+        is_near = run and found.file == ranges[run[0]].file and found.start <= stop + MAX_GAP_NBYTES
+        if run and not (is_near and end - start <= MAX_RUN_NBYTES):
+            yield FileRun(ranges[run[0]].file, start, stop, run)
+            run = []
+        if not run:
+            start = stop = found.start
+        run.append(position)
+        stop = max(stop, end)
+    if run:
+        yield FileRun(ranges[run[0]].file, start, stop, run)
+
+
 def chunk_nbytes(array: StoredArray) -> int:
     """Return the bytes of a whole chunk's elements, before compression; the same for every chunk of the array."""
     return math.prod(array.grid.chunk_shape) * DTYPES[array.stored_dtype].itemsize
@@ -372,7 +457,10 @@ class RangeReader:
         """
         # TensorStore has its own threads.
         if isinstance(self._folder, BucketFolder):
-            return self._folder.start_read(name, start, stop)
+            if stop - start <= REQUEST_NBYTES:
+                return self._folder.start_read(name, start, stop)
+            ranges = [(at, min(at + REQUEST_NBYTES, stop)) for at in range(start, stop, REQUEST_NBYTES)]
+            return _SplitRead([(self._folder.start_read(name, *each), each[1] - each[0]) for each in ranges])
         return self.pool().submit(self._folder.read, name, start, stop)
 
     def pool(self) -> Pool:

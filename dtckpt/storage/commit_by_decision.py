@@ -29,8 +29,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from typing_extensions import override
@@ -86,10 +87,12 @@ class AttemptRegister:
         self._folder = parent / REGISTER_FOLDER / where.name
         self.data = parent / where.name
         self._clock = clock
+        self._seen: list[str] | None = None
 
     def attempts(self) -> list[str]:
         """Return the names of all attempts, the oldest first."""
-        return sorted({name.removesuffix(_DECISION) for name in self._folder.names()})
+        self._seen = _attempts(self._folder.names())
+        return self._seen
 
     def decision(self, attempt: str) -> bytes:
         """Return the decision about an attempt; empty if there is none yet."""
@@ -116,8 +119,9 @@ class AttemptRegister:
     def claim(self, token: str) -> str:
         """Claim a new attempt, newer than all others; return its name."""
         # More than the newest number: a host whose clock is behind would otherwise claim an attempt that is old at
-        # once.
-        newest = max((start_ns(attempt) for attempt in self.attempts()), default=0)
+        # once. A list from some time ago will do: who claims looks again afterwards.
+        seen = self.attempts() if self._seen is None else self._seen
+        newest = max((start_ns(attempt) for attempt in seen), default=0)
         attempt = f"{max(int(self._clock() * 1e9), newest + 1):020d}-{token}"
         self.renew(attempt)
         return attempt
@@ -158,14 +162,27 @@ class AttemptRegister:
         """Remove the claim and the decision of an attempt."""
         self._folder.remove([attempt, attempt + _DECISION])
 
-    def give_up_older(self, attempt: str) -> None:
-        """Give up all attempts before this one, so that they can no longer be committed."""
-        for other in self.attempts():
-            if other < attempt and not self.decision(other):
-                self.decide(other, GIVEN_UP)
+    def give_up_older(self, attempt: str) -> Others:
+        """Give up all attempts before this one, so that they can no longer be committed.
+
+        Returns:
+            What the register holds now, from one list: a newer attempt, which the list may lack, gives this one up
+            before its own decision.
+        """
+        entries = self._folder.names()
+        decisions = {other: self.decision(other) for other in _attempts(entries) if other != attempt}
+        for other, decision in decisions.items():
+            if other < attempt and not decision:
+                decisions[other] = GIVEN_UP if self.decide(other, GIVEN_UP) else self.decision(other)
+        return Others(decisions, is_claimed=attempt in entries)
 
     def collect(
-        self, *, silent_for_s: float = FORGET_AFTER_S, before: str | None = None, is_replaced: bool = False
+        self,
+        *,
+        silent_for_s: float = FORGET_AFTER_S,
+        before: str | None = None,
+        is_replaced: bool = False,
+        attempts: Iterable[str] | None = None,
     ) -> list[str]:
         """Give dead attempts up, and remove the files of attempts that were given up or replaced.
 
@@ -173,12 +190,14 @@ class AttemptRegister:
             silent_for_s: Seconds without a renewal after which an attempt without a decision is dead.
             before: Only attempts older than this one are looked at.
             is_replaced: Whether a newer checkpoint has replaced all of these; else the newest committed one is kept.
+            attempts: The attempts, in order, if the caller has listed them already.
 
         Returns:
             The attempts that were removed or given up.
         """
         collected = []
-        attempts = [attempt for attempt in self.attempts() if before is None or attempt < before]
+        found = self.attempts() if attempts is None else attempts
+        attempts = [attempt for attempt in found if before is None or attempt < before]
         decisions = {attempt: self.decision(attempt) for attempt in attempts}
         newest = max((attempt for attempt in attempts if decisions[attempt] == COMMITTED), default="")
         # The oldest goes first: else a reader that no longer finds its successor would take it for the newest.
@@ -194,6 +213,23 @@ class AttemptRegister:
                 if self.is_silent(attempt, FORGET_AFTER_S):
                     self.forget(attempt)
         return collected
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What an attempt finds in the register before it is committed.
+
+    Args:
+        decisions: The decision about each other attempt, the oldest first.
+        is_claimed: Whether the register holds the claim of the attempt itself; `AttemptRegister.forget` removes it.
+    """
+
+    decisions: Mapping[str, bytes]
+    is_claimed: bool
+
+
+def _attempts(entries: Iterable[str]) -> list[str]:
+    return sorted({name.removesuffix(_DECISION) for name in entries})
 
 
 def start_ns(attempt: str) -> int:
@@ -213,10 +249,15 @@ class ObjectStoreTarget(CommitTarget):
     @override
     def check_target(self, *, overwrite: bool) -> None:
         with translate_errors("look at the target", self.where):
-            if self._register.newest_committed() is not None:
+            copy = begin(self._is_copy, "dtckpt-look")  # meanwhile: each look takes a round trip to the store
+            try:
+                newest = self._register.newest_committed()
+            finally:
+                copy.exception()
+            if newest is not None:
                 if not overwrite:
                     raise _exists_error(self.where)
-            elif self._is_copy():
+            elif copy.result():
                 raise CheckpointExistsError(
                     f"the checkpoint at {self.where} was copied there, and is left alone; remove it, or save elsewhere"
                 )
@@ -256,9 +297,10 @@ class ObjectStoreTarget(CommitTarget):
                 #     older:  claim 7 . look: {7}     . goes on
                 #     newer:            claim 8 . look: {7, 8} . goes on
                 attempt = self._register.claim(token)
-                if all(other <= attempt for other in self._register.attempts()):
-                    self._register.collect(silent_for_s=SILENT_AFTER_S, before=attempt)
-                    return ObjectStoreAttempt(self._register, attempt)
+                attempts = self._register.attempts()
+                if all(other <= attempt for other in attempts):
+                    self._register.collect(silent_for_s=SILENT_AFTER_S, before=attempt, attempts=attempts)
+                    return ObjectStoreAttempt(self._register, attempt, is_seen=attempt in attempts)
                 self._register.forget(attempt)
             raise taken_over_error(self.where)
 
@@ -282,12 +324,19 @@ class ObjectStoreTarget(CommitTarget):
 
 
 class ObjectStoreAttempt(CommitAttempt):
-    """An attempt to save to an object store."""
+    """An attempt to save to an object store.
 
-    def __init__(self, register: AttemptRegister, name: str) -> None:
+    Args:
+        register: The register.
+        name: The attempt.
+        is_seen: Whether this client has found the attempt's claim already.
+    """
+
+    def __init__(self, register: AttemptRegister, name: str, *, is_seen: bool = False) -> None:
         self.token = name
         self.folder: ObjectFolder = register.data / name
         self._register = register
+        self._is_seen = is_seen
 
     @override
     @contextmanager
@@ -313,7 +362,8 @@ class ObjectStoreAttempt(CommitAttempt):
     def validate(self, client: int) -> None:
         where = self._register.where
         with translate_errors("look for the attempt", where):
-            if not self._register.is_claimed(self.token):
+            self._is_seen = self._is_seen or self._register.is_claimed(self.token)
+            if not self._is_seen:
                 raise StorageError(
                     f"client {client} does not see the attempt to save {where} that the leader made; every client must "
                     "use one object store"
@@ -331,11 +381,11 @@ class ObjectStoreAttempt(CommitAttempt):
         with translate_errors("commit the checkpoint", register.where):
             # Before its own decision: an older attempt that decided after it would report a commit that no reader looks
             # at.
-            register.give_up_older(self.token)
-            if not overwrite and register.newest_committed() is not None:
+            others = register.give_up_older(self.token)
+            if not overwrite and COMMITTED in others.decisions.values():
                 raise _exists_error(register.where)
             # A forgotten attempt has lost the decision that would refuse it, but its claim is gone, too.
-            if not register.is_claimed(self.token) or not register.decide(self.token, COMMITTED):
+            if not others.is_claimed or not register.decide(self.token, COMMITTED):
                 raise taken_over_error(register.where)
         try:
             for name, data in markers.items():
@@ -343,7 +393,7 @@ class ObjectStoreAttempt(CommitAttempt):
         except Exception as error:  # this attempt is committed, whether it can be marked or not
             logger.warning("cannot mark the checkpoint at %s by %s: %s", register.where, ", ".join(markers), error)
         try:
-            register.collect(before=self.token, is_replaced=True)
+            register.collect(before=self.token, is_replaced=True, attempts=others.decisions)
         except Exception as error:  # this attempt is committed, whether the old ones can be removed or not
             logger.warning("what was at %s before could not all be removed: %s", register.where, error)
 

@@ -11,7 +11,7 @@ A folder raises the errors of its library; its callers translate them (`dtckpt.s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
@@ -37,6 +37,10 @@ class Folder(Protocol):
         """
         ...
 
+    def read_all(self, names: Iterable[str]) -> Iterator[bytes]:
+        """Yield the contents of files, which may be read at the same time. Raises: as `read`."""
+        return map(self.read, names)
+
     def read_whole(self, name: str, most: int) -> bytes:
         """Return a file's content, unless the file has more than ``most`` bytes: then it is not read.
 
@@ -59,6 +63,11 @@ class Folder(Protocol):
     def write(self, name: str, data: bytes) -> None:
         """Write a whole file."""
         ...
+
+    def write_all(self, files: Mapping[str, bytes]) -> None:
+        """Write whole files, maybe at the same time: their contents, by name."""
+        for name, data in files.items():
+            self.write(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
         """Write a whole file that others may read at this moment: they find the former content or this, no mixture."""
@@ -83,6 +92,11 @@ class Folder(Protocol):
     def remove(self, names: Iterable[str]) -> None:
         """Remove files; those that are missing are passed over."""
         ...
+
+    def remove_below(self, names: Mapping[str, Iterable[str]]) -> None:
+        """Remove files of folders below this one, as `remove`: their names, by folder."""
+        for folder, below in names.items():
+            (self / folder).remove(below)
 
     def kvstore(self, *, to_write: bool = False) -> dict[str, Any] | None:
         """Return TensorStore's specification of this folder as a key-value store; None if TensorStore cannot reach it.

@@ -10,7 +10,7 @@ import errno
 import functools
 import itertools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
@@ -115,13 +115,19 @@ class BucketFolder(ObjectFolder):
             if "OUT_OF_RANGE" not in str(error):
                 raise
             return b"" if stop is None else self.read(name, start)[: stop - start]
-        if result.state != "value":
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{self}/{name}")
-        return bytes(result.value)
+        return _value(f"{self}/{name}", result)
 
     def start_read(self, name: str, start: int, stop: int) -> Any:
         """Start a read of bytes ``start`` to ``stop`` of a file; return TensorStore's future of it."""
         return self._open().read(name, byte_range=slice(start, stop))
+
+    @override
+    def read_all(self, names: Iterable[str]) -> Iterator[bytes]:
+        waiting = iter(names)
+        while batch := list(itertools.islice(waiting, MAX_PROBES)):
+            # The list makes all requests before the first is waited for.
+            for name, read in [(name, self._open().read(name)) for name in batch]:
+                yield _value(f"{self}/{name}", read.result())
 
     @override
     def read_whole(self, name: str, most: int) -> bytes:
@@ -148,6 +154,14 @@ class BucketFolder(ObjectFolder):
     @override
     def write(self, name: str, data: bytes) -> None:
         self._open().write(name, data).result()
+
+    @override
+    def write_all(self, files: Mapping[str, bytes]) -> None:
+        # As in `remove`: all requests are made first. A failure leaves none of them under way.
+        writes = [self._open().write(name, data) for name, data in files.items()]
+        errors = [write.exception() for write in writes]
+        if error := next(filter(None, errors), None):
+            raise error
 
     replace = write  # the store shows no half of an object
 
@@ -188,6 +202,10 @@ class BucketFolder(ObjectFolder):
             removal.result()
 
     @override
+    def remove_below(self, names: Mapping[str, Iterable[str]]) -> None:
+        self.remove(f"{folder}/{name}" for folder, below in names.items() for name in below)
+
+    @override
     def clear(self) -> None:
         self._open().delete_range(tensorstore().KvStore.KeyRange()).result()
 
@@ -199,6 +217,13 @@ class BucketFolder(ObjectFolder):
         if self._store is None:
             self._store = tensorstore().KvStore.open(self.kvstore(), context=_shared_context()).result()
         return self._store
+
+
+def _value(where: str, result: Any) -> bytes:
+    """Return the content of a file, from TensorStore's result of its read."""
+    if result.state != "value":
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where)
+    return bytes(result.value)
 
 
 # TensorStore bounds the requests in flight per context: with one context the bound holds for all folders together.

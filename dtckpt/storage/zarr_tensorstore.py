@@ -18,6 +18,7 @@ with one context.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
@@ -37,6 +38,7 @@ from dtckpt.format.zarr_documents import array_metadata
 from dtckpt.layout.region import Region
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
+from dtckpt.storage.s3_gcs_folder import BucketFolder
 from dtckpt.storage.tensorstore_setup import open_context, tensorstore
 
 DATABASE_NAME = "manifest.ocdbt"
@@ -44,6 +46,8 @@ DATABASE_NAME = "manifest.ocdbt"
 DATA_FOLDER = "d"
 """The folder of the other files of an OCDBT database."""
 TARGET_DATA_FILE_NBYTES = 256 << 20
+TARGET_OBJECT_NBYTES = 8 << 20
+"""The same in object stores: an object is uploaded by one request, and several requests have to be under way."""
 SMALL_NBYTES = 1 << 20
 """A whole chunk of up to so many bytes is written straight to its key: opening the array would take longer."""
 MAX_INLINE_NBYTES = 512
@@ -79,17 +83,31 @@ def client_folder(client: int) -> str:
     return f"client_{client}"
 
 
-def _kvstore(kind: str, folder: Folder, *, to_write: bool = False) -> dict[str, Any]:
+def _kvstore(kind: str, folder: Folder, *, to_write: bool = False, is_new: bool = False) -> dict[str, Any]:
+    """Return TensorStore's specification of a client's writes, or of the checkpoint.
+
+    Args:
+        kind: Key-value store.
+        folder: Its folder.
+        to_write: As for `Folder.kvstore`.
+        is_new: Whether nobody has written to it.
+    """
     base = folder.kvstore(to_write=to_write)
     assert base is not None  # noqa: S101  (a folder without one has another writer and reader)
     if kind == "zarr":
         return base
-    return {
+    is_bucket = isinstance(folder, BucketFolder)
+    spec: dict[str, Any] = {
         "driver": "ocdbt",
         "base": base,
-        "target_data_file_size": TARGET_DATA_FILE_NBYTES,
+        "target_data_file_size": TARGET_OBJECT_NBYTES if is_bucket else TARGET_DATA_FILE_NBYTES,
         "config": {"max_inline_value_bytes": MAX_INLINE_NBYTES},
     }
+    if is_bucket and is_new:
+        # Else TensorStore would first write an empty database, to settle the configuration: one more round trip.
+        spec["assume_config"] = True
+        spec["config"]["uuid"] = secrets.token_hex(16)
+    return spec
 
 
 def chunk_key(path: str, grid: ChunkGrid, region: Region) -> str:
@@ -248,7 +266,7 @@ class TensorStoreWriter:
     def _open_base(self) -> Any:
         if self._base is None:
             kind = "ocdbt" if self._is_database else "zarr"
-            spec = _kvstore(kind, self._folder, to_write=True)
+            spec = _kvstore(kind, self._folder, to_write=True, is_new=True)
             self._base = tensorstore().KvStore.open(spec, context=self._context).result()
         return self._base
 
@@ -374,18 +392,19 @@ def merge(kind: str, root: Folder, last_written: Mapping[int, str]) -> None:
 def _merge_stores(kind: str, root: Folder, clients: Iterable[int]) -> Any:
     """Merge the clients' writes through TensorStore; return the key-value store that holds all of it."""
     ts, context = tensorstore(), open_context()
-    store = ts.KvStore.open(_kvstore(kind, root, to_write=True), context=context).result()
+    store = ts.KvStore.open(_kvstore(kind, root, to_write=True, is_new=True), context=context).result()
     if kind == "ocdbt":
         # One transaction: the root database refers to all clients' data, or to nothing.
         #     manifest.ocdbt -> nodes -+-> client_0/d/...   by reference
         #                              +-> client_1/d/...
         transaction = ts.Transaction(atomic=True)
         target = store.with_transaction(transaction)
-        for client in clients:
-            # A range is copied by reference only between stores whose base options are the same.
-            spec = _kvstore(kind, root / client_folder(client), to_write=True)
-            source = ts.KvStore.open(spec, context=context).result()
-            source.experimental_copy_range_to(target).result()
+        # A range is copied by reference only between stores whose base options are the same.
+        specs = [_kvstore(kind, root / client_folder(client), to_write=True) for client in clients]
+        # All are under way before the first is waited for: one round trip to storage, not one for each client.
+        sources = [opened.result() for opened in [ts.KvStore.open(spec, context=context) for spec in specs]]
+        for copied in [source.experimental_copy_range_to(target) for source in sources]:
+            copied.result()
         transaction.commit_async().result()
     return store
 

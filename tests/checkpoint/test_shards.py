@@ -163,6 +163,7 @@ def test_a_client_with_several_devices_is_refused():
 RESUMES = [(4, 2), (4, 4), (2, 2), (2, 1), (1, 1)]
 
 
+@pytest.mark.share(2)
 @pytest.mark.processes
 @pytest.mark.parametrize("is_sharded", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])

@@ -46,6 +46,7 @@ print(shapes)
 """
 
 
+@pytest.mark.share(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("rank", [0, 3])
 def test_dry_run(rank):

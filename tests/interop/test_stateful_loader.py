@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # t
 EVERY_SAMPLE = [float(index) for index in range(NUM_SAMPLES)]
 
 
+@pytest.mark.share(6)
 @pytest.mark.parametrize("sampler", ["stateful", "plain"])
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("sizes", [(4, 2), (2, 4), (3, 4, 3), (1, 3), (4, 3, 2)], ids=str)

@@ -61,10 +61,15 @@ class ChunkRead:
     memory: Any = None
     is_direct: bool = False
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the part."""
+        return self.part.nbytes
 
-def is_small(read: ChunkRead) -> bool:
-    """Whether a read is of a small whole chunk whose stored bytes are its elements."""
-    return read.part.nbytes <= SMALL_NBYTES and read.part.is_dense and read.entry.has_readable_blocks
+
+def is_small(read: ChunkRead, most_nbytes: int) -> bool:
+    """Whether a read is of a whole chunk of at most so many bytes, and the stored bytes are its elements."""
+    return read.part.nbytes <= most_nbytes and read.part.is_dense and read.entry.has_readable_blocks
 
 
 def small_memory(read: ChunkRead) -> np.ndarray[Any, Any]:

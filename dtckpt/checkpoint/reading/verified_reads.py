@@ -6,7 +6,8 @@
                          |
                          +--all others--> queue, finish: oldest first
                                             in a file here: BlockReader        large ones in a pool of threads
-                                            elsewhere: request to storage      under way until it is finished
+                                            elsewhere: request to storage      under way until it is finished;
+                                                                               one for neighbours that are small
 
 The queue is bounded in bytes and in parts, so memory is bounded, however much is requested.
 """
@@ -19,13 +20,18 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Any
+
+import numpy as np
 
 from dtckpt.checkpoint.reading.block_digests import BlockDigests
 from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
 from dtckpt.checkpoint.reading.plan import plan_tensor_reads
 from dtckpt.checkpoint.reading.read_chunks import (
+    SMALL_NBYTES,
     BlockReader,
     ChunkRead,
     Scratch,
@@ -42,11 +48,12 @@ from dtckpt.format.digest import as_bytes, buffer_of, bytes_digest, digest_chunk
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import ArrayEntry
 from dtckpt.layout.region import Region
-from dtckpt.storage.chunk_reader import ChunkReader
+from dtckpt.storage.chunk_reader import ChunkReader, FileRun, content, file_runs
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_values import StoredValue, contiguous_runs, read_run
 from dtckpt.storage.location import Location
+from dtckpt.storage.ocdbt_database import FileRange
 from dtckpt.storage.zarr_tensorstore import allocate_elements
 
 LOCAL_IN_FLIGHT_NBYTES = 8 << 20
@@ -69,8 +76,32 @@ while several requests wait for it. Announcing the reads (``POSIX_FADV_WILLNEED`
 """
 UNCHECKED_NBYTES = 256 << 20
 """Bytes of memory that are taken before storage is asked for the sizes of the files that fill it."""
+REMOTE_SMALL_NBYTES = 256 << 10
+"""Chunks of at most so many bytes are read with their neighbours from other storage."""
 LARGE_NBYTES = 1 << 20
 """Least bytes of a large chunk; for a smaller one another thread costs as much as it saves."""
+
+
+@dataclass(slots=True, eq=False)
+class RunRead:
+    """The read of small chunks that lie near each other in a file on other storage, by one request.
+
+    Args:
+        run: The bytes that are requested.
+        reads: The chunks.
+        starts: Per chunk, its first byte in the run.
+        handle: The request to storage, once it was made.
+    """
+
+    run: FileRun
+    reads: Sequence[ChunkRead]
+    starts: Sequence[int]
+    handle: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the run, with the gaps between its chunks: they are in memory until it is finished."""
+        return self.run.stop - self.run.start
 
 
 class RegionReader:
@@ -115,7 +146,7 @@ class RegionReader:
         """
         nbytes = in_flight = 0
         spare = 1 if self._is_remote or max_in_flight is not None else spare_threads()
-        pending: deque[tuple[ChunkRead, Callable[[], int]]] = deque()
+        pending: deque[tuple[ChunkRead | RunRead, Callable[[], int]]] = deque()
         scratch = Scratch()
 
         def note(read_nbytes: int) -> None:
@@ -127,8 +158,7 @@ class RegionReader:
             nonlocal in_flight
             # A read leaves the queue only when it is done: after a failure every read in the queue is waited for.
             read_nbytes = pending[0][1]()
-            pending.popleft()
-            in_flight -= read_nbytes
+            in_flight -= pending.popleft()[0].nbytes
             note(read_nbytes)
 
         with ExitStack() as stack:
@@ -136,24 +166,28 @@ class RegionReader:
             pools: dict[int, ThreadPoolExecutor] = {}
             try:
                 for read in self._read_small_ones(requests, note):
-                    part = read.part
-                    is_cold = self._locate(read) and max_in_flight is None
+                    is_cold = isinstance(read, ChunkRead) and self._locate(read) and max_in_flight is None
                     threads = max(spare, COLD_THREADS) if is_cold else spare
                     usual = REMOTE_IN_FLIGHT_NBYTES if self._is_remote else LOCAL_IN_FLIGHT_NBYTES * threads
                     # Each thread has a part and one more waits, even if each part alone is beyond the limit.
                     limit, fewest = (usual, threads + 1) if max_in_flight is None else (max_in_flight, 1)
-                    while len(pending) == MAX_IN_FLIGHT or (len(pending) >= fewest and in_flight + part.nbytes > limit):
+                    while len(pending) == MAX_IN_FLIGHT or (len(pending) >= fewest and in_flight + read.nbytes > limit):
                         finish_oldest()
-                    if read.value is None:
-                        self._request(read)
-                    work: Callable[[], int] = partial(self._finish, read, scratch)
+                    work: Callable[[], int]
+                    if isinstance(read, RunRead):
+                        read.handle = self._reader.start_run(read.run)
+                        work = partial(self._finish_run, read)
+                    else:
+                        if read.value is None:
+                            self._request(read)
+                        work = partial(self._finish, read, scratch)
                     # A read that is alone in the queue runs in this thread, which would only wait for another thread.
-                    if threads > 1 and pending and read.value is not None and part.nbytes >= LARGE_NBYTES:
+                    if threads > 1 and pending and read.handle is None and read.nbytes >= LARGE_NBYTES:
                         if threads not in pools:
                             pools[threads] = stack.enter_context(ThreadPoolExecutor(threads, "dtckpt-reads"))
                         work = pools[threads].submit(work).result
                     pending.append((read, work))
-                    in_flight += part.nbytes
+                    in_flight += read.nbytes
                 while pending:
                     finish_oldest()
             except BaseException:
@@ -204,19 +238,49 @@ class RegionReader:
         self,
         requests: Iterable[tuple[ArrayEntry, RegionBuffers]],
         count: Callable[[int], object],
-    ) -> Iterator[ChunkRead]:
-        """Read the small chunks, many at a time; yield all other reads."""
+    ) -> Iterator[ChunkRead | RunRead]:
+        """Read the small chunks of local files, many at a time; yield all other reads, and runs of small chunks."""
         small: list[ChunkRead] = []
+        most_nbytes, read_small = (
+            (REMOTE_SMALL_NBYTES, self._runs) if self._is_remote else (SMALL_NBYTES, self._read_small)
+        )
         for entry, buffers in requests:
             for read in _chunk_reads(entry, buffers):
-                if not is_small(read):
+                if not is_small(read, most_nbytes):
                     yield read
                     continue
                 small.append(read)
                 if len(small) == MAX_SMALL:
-                    yield from self._read_small(small, count)
+                    yield from read_small(small, count)
                     small = []
-        yield from self._read_small(small, count)
+        yield from read_small(small, count)
+
+    def _runs(self, reads: Sequence[ChunkRead], _: Callable[[int], object]) -> Iterator[ChunkRead | RunRead]:
+        """Yield small chunks on other storage: those that share a file as runs of neighbours, the others alone."""
+        ranges = self._reader.find_small([(read.entry.path, read.part.index) for read in reads])
+        shared: list[ChunkRead] = []
+        places: list[FileRange] = []
+        for read, found in zip(reads, ranges, strict=True):
+            # Only the first bytes of the value: a chunk at the tensor's edge is stored padded.
+            if found is not None and 0 < read.nbytes <= (found.nbytes or 0):
+                shared.append(read)
+                places.append(FileRange(found.file, found.start, read.nbytes))
+            else:
+                yield read
+        for run in file_runs(places):
+            starts = [places[position].start - run.start for position in run.positions]
+            yield RunRead(run, [shared[position] for position in run.positions], starts)
+
+    def _finish_run(self, run: RunRead) -> int:
+        """Wait for the bytes of a run, verify and deliver its chunks; return the chunks' bytes."""
+        path = run.reads[0].entry.path
+        with translate_errors("read {} chunks, of array {!r} first", self._root, len(run.reads), path, is_read=True):
+            data = memoryview(content(run.handle, run.nbytes))
+        for read, start in zip(run.reads, run.starts, strict=True):
+            stored, entry = data[start : start + read.nbytes], read.entry
+            self._validate(read, digest_of_data(entry.name, read.part.index, stored), [])
+            deliver(read, np.frombuffer(stored, DTYPES[entry.stored_dtype]).reshape(read.part.box.shape))
+        return sum(read.nbytes for read in run.reads)
 
     def _read_small(self, reads: Sequence[ChunkRead], count: Callable[[int], object]) -> Iterator[ChunkRead]:
         """Read and deliver small chunks that share a file, a run of neighbours per call; yield the others."""

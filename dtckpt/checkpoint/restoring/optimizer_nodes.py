@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dtckpt.checkpoint.restoring.optimizer_match import (
@@ -20,6 +20,7 @@ from dtckpt.checkpoint.restoring.optimizer_match import (
     SavedOptimizer,
     SavedOptimizers,
 )
+from dtckpt.checkpoint.restoring.pairs import Notes, Saved
 from dtckpt.errors import ShapeMismatchError
 from dtckpt.format import tree as trees
 from dtckpt.format.names import name_of_key
@@ -40,28 +41,21 @@ EMPTY: Node = {"dict": [["state", {"dict": []}], ["param_groups", {"list": []}]]
 """The state of an optimizer for which the checkpoint has no place."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RewrittenState:
     """The saved state of an optimizer, as a target looks for it.
 
     Args:
         node: The state.
-        used: Names of tensors, and paths of plain values, of the checkpoint that the target takes, or that its order of
-            parameters replaces.
-        renamed: Name in the target by the name in the checkpoint, of the tensors where they differ.
-        missing: Paths of the parameters that the checkpoint lacks.
-        owners: Rule by path of a part of the state.
+        notes: The names that the state has.
         kept_state: Keys of the parameters whose state in the target stays.
         kept_options: For each group, the options that keep the target's value.
     """
 
     node: Node
-    used: set[str] = field(default_factory=set)
-    renamed: dict[str, str] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    owners: dict[str, Rule] = field(default_factory=dict)
-    kept_state: frozenset[Any] = frozenset()
-    kept_options: Sequence[frozenset[str]] = ()
+    notes: Notes
+    kept_state: frozenset[Any]
+    kept_options: Sequence[frozenset[str]]
 
 
 def rewrite_state(
@@ -88,10 +82,9 @@ def rewrite_state(
     rewritten = [
         rewriter.group(number, group, members[number], match.groups[number]) for number, group in enumerate(groups)
     ]
-    made = rewriter.made
-    made.node = {"dict": [["state", {"dict": state}], ["param_groups", {"list": rewritten}]]}
-    made.kept_state = frozenset(each.key for each, place in zip(wanted, match.sources, strict=True) if place is None)
-    return made
+    node = {"dict": [["state", {"dict": state}], ["param_groups", {"list": rewritten}]]}
+    kept = frozenset(each.key for each, place in zip(wanted, match.sources, strict=True) if place is None)
+    return RewrittenState(node, rewriter.notes, kept, rewriter.kept_options)
 
 
 class _Rewriter:
@@ -101,16 +94,17 @@ class _Rewriter:
         self._saved = saved
         self._path = path
         self._used_groups: set[Place] = set()
-        self.made = RewrittenState({})
+        self.notes = Notes()
+        self.kept_options: list[frozenset[str]] = []
 
     def state(self, wanted: Sequence[OptimizerParameter], match: Match) -> Iterator[list[Any]]:
         """Yield the key and the node of each parameter that has state in the checkpoint."""
         for parameter, place, rule in zip(wanted, match.sources, match.rules, strict=True):
             where = "/".join((*self._path, "state", name_of_key(parameter.label)))
             if place is None:
-                self.made.missing.append(where)
+                self.notes.missing.append(where)
                 continue
-            self.made.owners[where] = rule
+            self.notes.owners[where] = rule
             source, saved = self._saved.optimizers[place[0]], self._saved.parameter(place)
             if (place[0], saved.group) not in self._used_groups:
                 self._used_groups.add((place[0], saved.group))
@@ -122,8 +116,8 @@ class _Rewriter:
             self._use(source, ("state",), source.state, {key})
             old = "/".join((*source.path, "state", name_of_key(key)))
             if old != where:
-                names = trees.tensor_names(source.state[key])
-                self.made.renamed |= {name: where + name.removeprefix(old) for name in names}
+                names = Saved(source.state[key], source.path).tensor_names
+                self.notes.renamed |= {name: where + name.removeprefix(old) for name in names}
             yield [parameter.key, source.state[key]]
 
     def state_of_no_parameter(self) -> Iterator[list[Any]]:
@@ -144,15 +138,15 @@ class _Rewriter:
         place: Place | None,
     ) -> Node:
         """Return the node of a group of the target: the options of a saved one, and its own parameters."""
-        where, made = "/".join((*self._path, "param_groups", str(number))), self.made
+        where = "/".join((*self._path, "param_groups", str(number)))
         options = {} if place is None else self._saved.optimizers[place[0]].groups[place[1]]
         own = group.keys() - _MEMBERS
         kept = own if place is None else lacking_options(own, options.keys())
-        made.kept_options = [*made.kept_options, frozenset(kept)]
+        self.kept_options.append(frozenset(kept))
         by_name = all(rule != "position" for _, rule in members) and bool(members)
-        made.owners[where] = "default" if place is None else "name" if by_name else "position"
+        self.notes.owners[where] = "default" if place is None else "name" if by_name else "position"
         if place is not None:
-            made.owners |= dict.fromkeys((f"{where}/{key}" for key in sorted(kept)), "default")
+            self.notes.owners |= dict.fromkeys((f"{where}/{key}" for key in sorted(kept)), "default")
         items = [[key, node] for key, node in options.items() if key not in _MEMBERS]
         items.append(["params", {"list": [encode_value(each.key, where) for each, _ in members]}])
         if "param_names" in group:
@@ -164,10 +158,7 @@ class _Rewriter:
     ) -> None:
         """Note that the target takes some items."""
         for key in items.keys() & keys:
-            path = (*saved.path, *at, str(key))
-            below = (below for below, _ in trees.value_nodes(items[key]))
-            self.made.used.update("/".join((*path, end) if end else path) for end in below)
-            self.made.used.update(trees.tensor_names(items[key]))
+            self.notes.used.update(Saved(items[key], (*saved.path, *at, str(key))).names)
 
 
 def lacking_options(wanted: Collection[str], saved: Collection[str]) -> frozenset[str]:

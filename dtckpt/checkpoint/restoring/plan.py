@@ -58,8 +58,9 @@ class RestorePlan:
         restored: list[str] = []
         reshaped: list[Reshaped] = []
         cast: list[Cast] = []
+        tensors = checkpoint.tensors
         for source, leaf in self.leaves:
-            name, info = self.renamed.get(source, source), checkpoint.info(source)
+            name, info = self.renamed.get(source, source), tensors[source]
             restored.append(name)
             if info.shape != leaf.shape:
                 reshaped.append(Reshaped(name, info.shape, leaf.shape))

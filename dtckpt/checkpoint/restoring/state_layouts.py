@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -23,8 +23,9 @@ from dtckpt.checkpoint.leaves import new_memory
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.layout_choice import kept_layout
 from dtckpt.checkpoint.restoring.new_tensors import empty_beside, layout_of_tensor
-from dtckpt.checkpoint.restoring.target import Scope
+from dtckpt.checkpoint.restoring.pairs import Scope
 from dtckpt.checkpoint.restoring.wrapper_prefixes import unwrapped
+from dtckpt.checkpoint.shards import ShardMark
 from dtckpt.errors import LayoutError, capped
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
@@ -50,11 +51,18 @@ class StateLayouts:
 
     Args:
         tensors: The tensors of the target, each with its key.
+        shard_marks: The marks of its parameters, by their ids; see `dtckpt.checkpoint.shards`.
         saved: The tensors of the checkpoint, by name.
     """
 
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], saved: Mapping[str, TensorInfo]) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        shard_marks: Mapping[int, ShardMark],
+        saved: Mapping[str, TensorInfo],
+    ) -> None:
         self._tensors = tensors
+        self._shard_marks = shard_marks
         self._saved = saved
 
     @cached_property
@@ -82,8 +90,10 @@ class StateLayouts:
     def _on_meshes(self) -> Mapping[Mesh, _Place]:
         return {place.layout.mesh: place for _, place in self._places if place.layout is not None}
 
-    def allocate(self, name: str, info: TensorInfo, scope: Scope) -> torch.Tensor:
-        """Allocate a tensor; a plain one on the host where neither a parameter nor the checkpoint says more.
+    def allocate(self, name: str, info: TensorInfo, scope: Scope) -> tuple[torch.Tensor, ShardMark | None]:
+        """Allocate a tensor; of the state of a marked parameter, this client's part. Return it, and its mark.
+
+        The tensor is a plain one on the host where neither a parameter nor the checkpoint says more.
 
         Args:
             name: The tensor's name in the checkpoint.
@@ -93,6 +103,14 @@ class StateLayouts:
         Raises:
             LayoutError: Several layouts are possible.
         """
+        if (parameter := scope.parameter) is not None:
+            mark = self._shard_marks.get(id(parameter))
+            shape = None if mark is None else mark.shape_of_part(info.shape, parameter, name)
+            if shape is not None:
+                return self._allocate(name, replace(info, shape=shape), scope), mark
+        return self._allocate(name, info, scope), None
+
+    def _allocate(self, name: str, info: TensorInfo, scope: Scope) -> torch.Tensor:
         # A number that was on no mesh, as an optimizer counts steps, stays so.
         choices = {} if info.layout is None and not info.shape else self._choices(name, info, scope)
         if len(choices) > 1:

@@ -3,19 +3,15 @@
 The rest of a restore works on this value: `dtckpt.checkpoint.restoring.match` compares it with the checkpoint, and
 `dtckpt.checkpoint.restoring.fill` writes into its tensors. A ``state_dict()`` may be slow, or collective as in FSDP1.
 
-A `Scope` says how a part of the target may differ from the checkpoint. The state of a module has the same tensors
-before and after the restore. Any other object takes the saved state, whatever it holds at the moment: an optimizer
-before its first step, a data loader that has seen more or fewer samples.
+When the memory of the tensors is filled, `fill` of each place gives the place its new value.
 """
 
 from __future__ import annotations
 
-import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -25,13 +21,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from dtckpt.checkpoint.leaves import FixedState, OpenState, is_stateful, is_tensor, mesh_of
+from dtckpt.checkpoint.leaves import is_stateful, is_tensor, mesh_of
 from dtckpt.checkpoint.low_bit_state import close_state, open_state
-from dtckpt.checkpoint.parameter_names import ParameterNames, parameters_of, storage_of
+from dtckpt.checkpoint.parameter_names import ParameterNames, parameters_of
 from dtckpt.checkpoint.per_client import PerClient
 from dtckpt.checkpoint.shards import ShardMark, Shards, marks_in_state, named_tensors, shard_marks
 from dtckpt.comm.torch_private import is_fake
-from dtckpt.errors import TreeError
+from dtckpt.errors import DTypeError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.containers import TensorParts, fields_of, name_of
 from dtckpt.format.names import name_of_key
@@ -44,7 +40,7 @@ Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Slot:
-    """One place of a target. This class itself holds a plain value, or a value that no restore can fill.
+    """One place of a target. This class itself has a value that no restore can fill.
 
     Args:
         value: The value at the place.
@@ -73,8 +69,19 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class PlainSlot(Slot):
+    """The place of a plain value."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TensorSlot(Slot):
-    """The place of a tensor of any kind, or of an array of numpy."""
+    """The place of a tensor of any kind, or of an array of numpy.
+
+    Args:
+        mark: The mark of a tensor in the state of an object; see `dtckpt.checkpoint.shards`.
+    """
+
+    mark: ShardMark | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,9 +101,51 @@ class ContainerSlot(Slot):
         """The places of the items."""
         return self.slots.values()
 
+    @property
+    def node(self) -> trees.Node:
+        """The node that a save of the container stores."""
+        return trees.flatten(self.value, is_tensor)[1]
+
+    @property
     def by_position(self) -> ContainerSlot:
-        """Return the place of a named tuple with its items by position instead of by field."""
-        return ContainerSlot(self.value, self.path, self.value, dict(enumerate(self.slots.values())))
+        """The place of a named tuple with its items by position instead of by field."""
+        return replace(self, items=self.value, slots=dict(enumerate(self.slots.values())))
+
+    def fill(self, values: Mapping[Any, Any], *, drops: bool) -> Any:
+        """Give the container new items; return it, or another one in its place if it cannot change.
+
+        Args:
+            values: The items, by key or by position; of a sequence all of them.
+            drops: Whether other items of a dict go.
+        """
+        target, items = self.value, self.items
+        if not isinstance(items, Mapping):
+            return _with_items(target, list(values.values()))
+        if drops and isinstance(target, MutableMapping):
+            target.clear()
+            target.update(values)
+            return target
+        # The items as they are now: an item may have been replaced since the visit, or is made anew at each look.
+        changed = {key: value for key, value in values.items() if key not in items or items[key] is not value}
+        if isinstance(target, MutableMapping):
+            target.update(changed)
+            return target
+        if isinstance(target, MappingProxyType):
+            return MappingProxyType({**target, **changed})
+        if isinstance(target, tuple):
+            return target._replace(**changed)  # type: ignore[attr-defined]
+        for name, value in changed.items():
+            object.__setattr__(target, name, value)  # frozen dataclasses are filled, too
+        return target
+
+
+def _with_items(target: Any, values: list[Any]) -> Any:
+    """Return a sequence with other items; the same one if it can change."""
+    if isinstance(target, MutableSequence):
+        target.clear()
+        target.extend(values)
+        return target
+    return type(target)._make(values) if hasattr(target, "_make") else tuple(values)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +163,11 @@ class PerClientSlot(Slot):
         """The place of the value."""
         return (self.inner,)
 
+    def fill(self, value: Any) -> PerClient:
+        """Replace the value; return the object."""
+        self.value.value = value
+        return self.value  # type: ignore[no-any-return]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ObjectSlot(Slot):
@@ -122,24 +176,47 @@ class ObjectSlot(Slot):
     Args:
         state: The place of its state.
         opened: By id, the tensors in the state of an optimizer that `open_state` replaced by their parts.
+        has_meta: Whether the state has tensors on the meta device.
     """
 
     state: Slot
     opened: Mapping[int, tuple[TensorParts, Any]]
-
-    @property
-    def scope(self) -> Scope:
-        """How the state may differ from the checkpoint."""
-        return scope_of_object(self.value, self.state.value)
+    has_meta: bool
 
     @property
     def below(self) -> Iterable[Slot]:
         """The place of the state."""
         return (self.state,)
 
-    def load(self, state: Any) -> None:
-        """Let the object load its state with new values."""
+    @property
+    def is_scheduler(self) -> bool:
+        """Whether the state depends on the groups of an optimizer that the object holds."""
+        return isinstance(getattr(self.value, "optimizer", None), Optimizer)
+
+    def fill(self, state: Any, where: str) -> None:
+        """Let the object load its state with new values.
+
+        Args:
+            state: The state.
+            where: The path of the object, for messages.
+
+        Raises:
+            DTypeError: The object keeps tensors on the meta device.
+        """
         self.value.load_state_dict(close_state(state, self.opened))
+        # A copy to a tensor on the meta device does nothing; PyTorch only warns.
+        if self.has_meta and _keeps_meta(self.value):
+            raise DTypeError(
+                f"{type(self.value).__name__} at {where!r} keeps tensors on the meta device; restore its module "
+                "itself, or let its load_state_dict assign the tensors"
+            )
+
+
+def _keeps_meta(target: Any) -> bool:
+    """Whether an object that has loaded its state has tensors on the meta device; it is asked again unless a module."""
+    if isinstance(target, nn.Module):
+        return any(is_meta(tensor) for _, tensor in named_tensors(target))
+    return visit_target(target.state_dict()).root.has_meta
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,17 +225,11 @@ class TargetState:
 
     Args:
         root: The place of the whole tree.
-        marks: The marks of tensors in the states of objects, by their ids; see `dtckpt.checkpoint.shards`.
         shard_marks: The marks of parameters, by their ids.
     """
 
     root: Slot
-    marks: Mapping[int, ShardMark]
     shard_marks: Mapping[int, ShardMark]
-
-    def mark_of(self, tensor: Any) -> ShardMark | None:
-        """Return the mark of a tensor in the state of an object; None if it is not marked."""
-        return self.marks.get(id(tensor))
 
     @cached_property
     def tensors(self) -> Sequence[tuple[str, torch.Tensor]]:
@@ -168,8 +239,8 @@ class TargetState:
             key, value = slot.path[-1] if slot.path else "", slot.value
             if isinstance(value, Shards):
                 found.append((key, value.whole(key)))
-            elif is_tensor(value):
-                found.append((key, _whole(value, self.mark_of(value), key)))
+            elif isinstance(slot, TensorSlot) and not isinstance(value, np.ndarray):
+                found.append((key, _whole(value, slot.mark, key)))
             else:
                 parameters = parameters_of(value)
                 found.extend(("", _whole(each, self.shard_marks.get(id(each)), key)) for each in parameters)
@@ -215,7 +286,7 @@ def visit_target(target: Any, root: Path = ()) -> TargetState:
     if visitor.has_asked:
         # A `state_dict` may have changed containers that the visitor had passed.
         slot = visitor.visit(target, root, 0)
-    return TargetState(slot, visitor.marks, visitor.shard_marks)
+    return TargetState(slot, visitor.shard_marks)
 
 
 class _Visitor:
@@ -223,6 +294,7 @@ class _Visitor:
 
     def __init__(self) -> None:
         self.shard_marks = shard_marks()
+        # By id of a tensor in the state of an object.
         self.marks: dict[int, ShardMark] = {}
         # By id, with the object itself, so that no other one gets its id: a tree may hold an object twice.
         self._states: dict[int, tuple[Any, Any, Mapping[int, tuple[TensorParts, Any]]]] = {}
@@ -237,14 +309,15 @@ class _Visitor:
         if depth > trees.MAX_DEPTH:
             raise TreeError(f"the target is deeper than {trees.MAX_DEPTH} levels; does it contain itself?")
         if is_tensor(value) or type(value) is np.ndarray:
-            return TensorSlot(value, path)
+            return TensorSlot(value, path, self.marks.get(id(value)))
         if is_plain(value):
-            return Slot(value, path)
+            return PlainSlot(value, path)
         if isinstance(value, PerClient):
             return PerClientSlot(value, path, self.visit(value.value, path, depth + 1))
         if is_stateful_target(value):
             state, opened = self._state_of(value)
-            return ObjectSlot(value, path, self.visit(state, path, depth + 1), opened)
+            slot = self.visit(state, path, depth + 1)
+            return ObjectSlot(value, path, slot, opened, slot.has_meta)
         items = items_of_target(value)
         if items is None:
             return Slot(value, path)
@@ -288,169 +361,3 @@ def items_of_target(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
     if type(target) in (tuple, MappingProxyType) or isinstance(target, MutableMapping | list | deque):
         return target  # type: ignore[no-any-return]
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Scope:
-    """A part of a target, and how it may differ from the checkpoint. By default it may not.
-
-    Args:
-        adds: Saved items that the target lacks are taken.
-        drops: Items of the target that were not saved go, and items of another kind, length or shape are replaced.
-        is_optimizer: The part is the state of an optimizer's parameters.
-        parameter: The parameter whose state it is, if known.
-        optimizer: The class of the optimizer whose state it is, if known.
-        is_numbered: Its keys number the parameters of a single group, most likely in the order of the model's tensors.
-        fixed: The storages of modules that the object holds; their tensors neither come, go nor change their shape.
-        by_key: The scopes of items, where they differ from `inner`.
-        keeps: Keys of items that keep the target's value if the checkpoint lacks them.
-        fills: Whether an empty container takes the saved items.
-    """
-
-    adds: bool = False
-    drops: bool = False
-    is_optimizer: bool = False
-    parameter: torch.Tensor | None = None
-    fixed: frozenset[int] = frozenset()
-    is_numbered: bool = False
-    by_key: Mapping[Any, Scope] = field(default_factory=dict)
-    keeps: frozenset[Any] = frozenset()
-    fills: bool = True
-    optimizer: type | None = None
-
-    def below(self, key: Any) -> Scope:
-        """Return the scope of an item."""
-        if key in self.by_key:
-            return self.by_key[key]
-        # The first level of an object's state has the names of its parts; below, anything may come and go.
-        return Scope(
-            self.adds,
-            self.adds,
-            self.is_optimizer,
-            self.parameter,
-            self.fixed,
-            self.is_numbered,
-            optimizer=self.optimizer,
-        )
-
-    def closed(self) -> Scope:
-        """Return the scope of a container that cannot grow or shrink."""
-        return replace(self, adds=False, drops=False)
-
-    def of_items(self, items: Iterable[Any]) -> Scope:
-        """Return the scope of a container; it cannot grow or shrink if it has a tensor of a module."""
-        has_module = self.adds and not self.is_optimizer and any(map(self.is_fixed, items))
-        return Scope(by_key=self.by_key) if has_module else self
-
-    def is_fixed(self, value: Any) -> bool:
-        """Whether a value is a tensor that cannot change its shape: a module's or an optimizer's, or a DTensor."""
-        if not isinstance(value, torch.Tensor):
-            return False
-        return self.is_optimizer or mesh_of(value) is not None or storage_of(value) in self.fixed
-
-
-CLOSED = Scope()
-"""The scope of a target tree: the checkpoint must have every name that it asks for, and no others."""
-_OPEN = Scope(adds=True, drops=True)
-
-
-def scope_of_object(target: Any, state: Any) -> Scope:
-    """Return the scope of an object's state.
-
-    Args:
-        target: The object.
-        state: The value that its ``state_dict()`` returned.
-    """
-    if isinstance(target, nn.Module | FixedState):
-        # The extra state of a module may be anything.
-        extra = [key for key in state if str(key).rpartition(".")[2] == "_extra_state"]
-        return Scope(by_key=dict.fromkeys(extra, _OPEN), fills=False)
-    if isinstance(target, OpenState):
-        return _OPEN
-    if isinstance(target, Optimizer) and isinstance(state, Mapping) and "param_groups" in state:
-        return _scope_of_optimizer(target, state)
-    tensors = chain.from_iterable(map(_tensors, _modules_in(target)))
-    return Scope(adds=True, fixed=frozenset(map(storage_of, tensors)) - {0})
-
-
-_OF_RANK = re.compile(r"(.*rank[^0-9a-zA-Z]?)\d+")
-"""Keys by the number of a rank, as ``dp_rank_3`` of torchtitan's loaders."""
-
-
-def keys_of_other_ranks(own: Iterable[Any], saved: Iterable[Any]) -> set[Any]:
-    """Return the saved keys that other ranks have in the place of a key of an object's own state."""
-
-    def start(key: Any) -> str | None:
-        match = _OF_RANK.fullmatch(key) if isinstance(key, str) else None
-        return match and match[1]
-
-    own = set(own)
-    starts = {start(key) for key in own} - {None}
-    return {key for key in saved if key not in own and start(key) in starts}
-
-
-def keep_defaults(scope: Scope, state: frozenset[Any], options: Sequence[frozenset[str]]) -> Scope:
-    """Return the scope of an optimizer's state in which some parts keep the target's value if they were not saved.
-
-    Args:
-        scope: The scope without them.
-        state: Keys of parameters whose state stays.
-        options: For each group, the options that stay.
-    """
-    groups = scope.by_key.get("param_groups", scope.below("param_groups"))
-    by_number = {number: replace(groups.below(number), keeps=kept) for number, kept in enumerate(options) if kept}
-    by_key = {
-        **scope.by_key,
-        "state": replace(scope.below("state"), keeps=state),
-        "param_groups": replace(groups, by_key={**groups.by_key, **by_number}),
-    }
-    return replace(scope, by_key=by_key)
-
-
-def is_optimizer_state(items: Mapping[Any, Any]) -> bool:
-    """Whether a dict has the form of a value from ``Optimizer.state_dict()``."""
-    return "state" in items and "param_groups" in items
-
-
-def scope_of_dict(items: Mapping[Any, Any], scope: Scope) -> Scope:
-    """Return the scope of a dict of a target, in which an optimizer's state is recognized by its form."""
-    scope = scope.of_items(items.values())
-    if is_optimizer_state(items) and not scope.by_key:
-        state = replace(scope.below("state"), is_optimizer=True, is_numbered=len(items["param_groups"]) == 1)
-        # All alike; but with their keys, which a new name does not tell: 0 or "0".
-        state = replace(state, by_key=dict.fromkeys(_keys_of_parameters(items), state))
-        return Scope(scope.adds, scope.drops, fixed=scope.fixed, by_key={"state": state})
-    return scope
-
-
-def _scope_of_optimizer(optimizer: Optimizer, state: Mapping[Any, Any]) -> Scope:
-    by_key = {
-        key: Scope(adds=True, drops=True, is_optimizer=True, parameter=parameter, optimizer=type(optimizer))
-        for key, parameter in zip(_keys_of_parameters(state), parameters_of(optimizer), strict=False)
-    }
-    # The optimizer itself decides the number of groups and of their parameters; a group may get more options.
-    group = Scope(adds=True, by_key={"params": CLOSED})
-    groups = Scope(by_key=dict.fromkeys(range(len(state["param_groups"])), group))
-    return Scope(
-        adds=True,
-        by_key={"state": Scope(adds=True, drops=True, is_optimizer=True, by_key=by_key), "param_groups": groups},
-    )
-
-
-def _keys_of_parameters(state: Mapping[Any, Any]) -> list[Any]:
-    """Return the keys of an optimizer's parameters in its state: numbers, or the names that some classes use."""
-    groups = state["param_groups"]
-    if not isinstance(groups, list | tuple):
-        return []
-    return [key for group in groups if isinstance(group, Mapping) for key in group.get("params", ())]
-
-
-def _modules_in(target: Any) -> Iterable[nn.Module]:
-    """Yield the modules in the attributes of an object, also in lists and dicts there."""
-    for value in getattr(target, "__dict__", {}).values():
-        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
-        yield from (each for each in inner if isinstance(each, nn.Module))
-
-
-def _tensors(module: nn.Module) -> Iterable[torch.Tensor]:
-    return chain(module.parameters(), module.buffers())

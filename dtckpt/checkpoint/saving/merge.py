@@ -6,7 +6,9 @@ plan, and the digests of copies with each other. Any difference fails the save b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +21,7 @@ from dtckpt.checkpoint.saving.plan import NO_CLIENT, CopyRule, SavePlan
 from dtckpt.checkpoint.saving.replica_check import log_differing, mismatch_error
 from dtckpt.checkpoint.saving.union import PARTS_CURE
 from dtckpt.checkpoint.saving.write import CHUNKS_NAME, EDGES_PREFIX, documents_of_share, plan_documents
+from dtckpt.comm.background_threads import begin
 from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format.content import content_digest
 from dtckpt.format.digest import bytes_digest
@@ -26,6 +29,7 @@ from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, ArrayKind, Manifest
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
+from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.zarr_tensorstore import DATABASE_NAME, client_folder, key_of, merge, sync_merged
 
 VALUES_CURE = (
@@ -64,17 +68,36 @@ def merge_clients(
         ReplicaMismatchError: Copies of one value differ between clients.
         StorageError: Storage refused.
     """
-    with gc_paused():
-        entries = {entry.name: entry for entry in _entries(plan, root, announced, contents)}
-        complete = manifest.with_arrays(entries, plan_documents(plan, raw_bits=manifest.raw_bits)[1])
     clients = sorted(announced)
     writers = clients if document_writers is None else document_writers
-    merge(manifest.kvstore, root, _last_keys(plan, clients, writers, raw_bits=manifest.raw_bits))
-    with translate_errors("write the manifest", root):
-        root.write(MANIFEST_NAME, complete.to_bytes())
+    keys = _last_keys(plan, clients, writers, raw_bits=manifest.raw_bits)
+    with _beside(partial(merge, manifest.kvstore, root, keys), is_slow=not isinstance(root, LocalFolder)):
+        with gc_paused():
+            entries = {entry.name: entry for entry in _entries(plan, root, announced, contents)}
+            complete = manifest.with_arrays(entries, plan_documents(plan, raw_bits=manifest.raw_bits)[1])
+        with translate_errors("write the manifest", root):
+            root.write(MANIFEST_NAME, complete.to_bytes())
     if is_durable:
         sync_merged(manifest.kvstore, root)
     return complete
+
+
+@contextmanager
+def _beside(work: Callable[[], object], *, is_slow: bool) -> Iterator[None]:
+    """Do work beside the context if storage takes long to answer, else before it; raise its error.
+
+    After a failure in the context the work has ended, too: it could go on writing to folders that are removed.
+    """
+    if not is_slow:
+        work()
+    done = begin(work, "dtckpt-merge") if is_slow else None
+    try:
+        yield
+    finally:
+        if done is not None:
+            done.exception()
+    if done is not None:
+        done.result()
 
 
 def _last_keys(
@@ -103,8 +126,9 @@ def _entries(
     contents = np.zeros(len(plan.tensors), np.uint64)
     has_content = True
     copies: dict[tuple[int, int], dict[int, list[int]]] = {}
+    lists = root.read_all(f"{client_folder(client)}/{CHUNKS_NAME}" for client in sorted(announced))
     for client, expected in sorted(announced.items()):
-        chunk_list = _chunk_list(root / client_folder(client), client, expected)
+        chunk_list = _chunk_list(lists, root / client_folder(client), client, expected)
         chunks = plan.chunks_of(client)
         tensors = np.unique(plan.tensors_at(chunks))
         if chunk_list.plan != plan.topic or len(chunk_list.digests) != chunks.size:
@@ -152,9 +176,9 @@ def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[in
     log_differing(noted)
 
 
-def _chunk_list(folder: Folder, client: int, expected: int) -> checkpoint_pb2.ClientChunks:
+def _chunk_list(lists: Iterator[bytes], folder: Folder, client: int, expected: int) -> checkpoint_pb2.ClientChunks:
     with translate_errors(f"read the chunk list of client {client}", folder):
-        data = folder.read(CHUNKS_NAME)
+        data = next(lists)
     if bytes_digest(data) != expected:
         raise CheckpointCorruptError(
             f"the chunk list of client {client} is not the one that it announced; nothing was committed, save again"
@@ -171,8 +195,12 @@ def remove_working_files(root: Folder, clients: Sequence[int], *, has_moves: boo
         has_moves: Whether some of them wrote pieces of chunks for others.
         names: Further files in the clients' folders; they need not be there.
     """
+    # The merged database refers to the clients' data files, not to the clients' own databases.
+    always = [CHUNKS_NAME, DATABASE_NAME, *names]
     with translate_errors("remove working files", root):
-        for client in clients:
-            folder = root / client_folder(client)
-            # The merged database refers to the client's data files, not to the client's own database.
-            folder.remove([CHUNKS_NAME, DATABASE_NAME, *names, *(folder.names(EDGES_PREFIX) if has_moves else ())])
+        root.remove_below(
+            {
+                folder: [*always, *((root / folder).names(EDGES_PREFIX) if has_moves else ())]
+                for folder in map(client_folder, clients)
+            }
+        )

@@ -32,10 +32,15 @@ from dtckpt.checkpoint.saving.replica_check import Replica, part_digests, shared
 from dtckpt.checkpoint.saving.state import MemorySource, State
 from dtckpt.checkpoint.saving.write import Source
 from dtckpt.comm import host_memory, torch_private
+from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import CheckpointError, SliceError
 from dtckpt.layout.region import Region
 
 ALIGNMENT = 64
+LARGE_NBYTES = 128 << 10
+"""Least bytes of a tensor that PyTorch would copy in several threads."""
+PIECE_NBYTES = 8 << 20
+"""Bytes that a thread copies at a time."""
 Parts = list[tuple[Region, list[torch.Tensor]]]
 Noted = Mapping[tuple[str, Region], Sequence[Replica]]
 
@@ -186,8 +191,42 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
                         # A conjugate or negative view is resolved on the host after the copy, so this copy blocks.
                         target.copy_(source, non_blocking=not (source.is_conj() or source.is_neg()))
         on_host = [pair for pair in pairs if not pair[1].is_cuda]
-        if on_host:
-            torch_private.foreach_copy([target for target, _ in on_host], [source for _, source in on_host])
+        large = [pair for pair in on_host if _is_large(pair[1])]
+        others = [pair for pair in on_host if not _is_large(pair[1])]
+        _copy_large(large)
+        if others:
+            torch_private.foreach_copy([target for target, _ in others], [source for _, source in others])
+
+
+def _is_large(source: torch.Tensor) -> bool:
+    """Whether a tensor's bytes are copied by `_copy_large`, as they are."""
+    is_plain = source.is_contiguous() and not source.is_conj() and not source.is_neg()
+    return is_plain and source.device.type == "cpu" and source.nbytes >= LARGE_NBYTES
+
+
+def _copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy large tensors in as many threads as PyTorch has for its operators.
+
+    PyTorch's own threads wait for each other in loops after every tensor: on cores that others use, too, that took
+    three to ten times as long, and as much more processor time.
+    """
+    copies = [(_bytes_of(target), _bytes_of(source)) for target, source in pairs]
+    pieces = [
+        (target[start : start + PIECE_NBYTES], source[start : start + PIECE_NBYTES])
+        for target, source in copies
+        for start in range(0, source.size, PIECE_NBYTES)
+    ]
+    num_threads = min(torch.get_num_threads(), len(pieces))
+    if num_threads < 2:
+        for target, source in pieces:
+            np.copyto(target, source)
+        return
+    with Pool(num_threads, "dtckpt-copies") as pool:
+        list(pool.map(np.copyto, *zip(*pieces, strict=True)))
+
+
+def _bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return host_array(tensor).reshape(-1).view(np.uint8)
 
 
 # --- bounded ----------------------------------------------------------------------------------------------------------

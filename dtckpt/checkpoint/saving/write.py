@@ -130,7 +130,7 @@ class ClientWriter:
                 data = b"".join(pieces)
                 # The owner digests a chunk only when it is put together; until then nothing else protects the pieces.
                 digest = bytes_digest(data).to_bytes(_DIGEST_NBYTES, "big")
-                self._put(_edges_name(owner), data + digest)
+                self._put({_edges_name(owner): data + digest})
                 self._count(len(data))
 
     def write(self) -> int:
@@ -173,8 +173,7 @@ class ClientWriter:
             # Writes that go on would make the attempt's folder again, after its leader has removed it.
             writer.abort()
             raise
-        if any(result.blocks for result in by_tensor.values()):
-            self._put_blocks([digest for result in by_tensor.values() for digest in result.blocks])
+        blocks = [digest for result in by_tensor.values() for digest in result.blocks]
         chunk_list = checkpoint_pb2.ClientChunks(
             client=self._client,
             plan=self._plan.topic,
@@ -184,20 +183,18 @@ class ClientWriter:
         )
         # The digest travels with the vote: so the leader notices a list that it sees in an older state, or damaged.
         data = chunk_list.SerializeToString(deterministic=True)
-        self._put(CHUNKS_NAME, data)
+        files = {BLOCKS_NAME: np.array(blocks, "<u8").tobytes()} if blocks else {}
+        self._put({**files, CHUNKS_NAME: data})
+        if self._options.fsync:
+            # Unlike the chunk list, the digests of the blocks stay in the checkpoint.
+            with translate_errors(f"sync {BLOCKS_NAME}", self._folder):
+                self._folder.sync(files)
         return bytes_digest(data)
 
-    def _put(self, name: str, data: bytes) -> None:
+    def _put(self, files: Mapping[str, bytes]) -> None:
         # Not synced: pieces and chunk list are read once, and removed before the commit.
-        with translate_errors(f"write {name}", self._folder):
-            self._folder.write(name, data)
-
-    def _put_blocks(self, digests: Sequence[int]) -> None:
-        """Write the digests of the blocks, durably: unlike the chunk list, they stay in the checkpoint."""
-        self._put(BLOCKS_NAME, np.array(digests, "<u8").tobytes())
-        if self._options.fsync:
-            with translate_errors(f"sync {BLOCKS_NAME}", self._folder):
-                self._folder.sync([BLOCKS_NAME])
+        with translate_errors("write {}", self._folder, ", ".join(files)):
+            self._folder.write_all(files)
 
     def _start_writes(
         self, writer: TensorStoreWriter | ChunkFileWriter, digests: ChunkDigester, received: _Pieces

@@ -79,6 +79,7 @@ def test_a_forked_process_does_not_watch_for_signals(tmp_path, heard):
     assert heard == []
 
 
+@pytest.mark.share(1)
 @pytest.mark.processes
 @pytest.mark.parametrize("start", ["fork", "spawn ignored", "spawn failed"])
 def test_workers_of_a_loader_that_get_the_signal_too(tmp_path, start):

@@ -12,8 +12,9 @@ from torch.optim.lr_scheduler import StepLR
 
 import dtckpt
 from dtckpt import RestoreOptions
+from dtckpt.checkpoint.restoring import memory, state_layouts
 from dtckpt.checkpoint.restoring.target import visit_target
-from dtckpt.errors import DTypeError, TreeError
+from dtckpt.errors import DTypeError, ShapeMismatchError, TreeError
 
 
 class Counted:
@@ -248,6 +249,19 @@ def test_the_visit_finds_meshes_names_and_places():
     assert [slot.path for slot in target.root.walk() if isinstance(slot.value, torch.Tensor)] == [
         ("model", "weight"), ("model", "bias"), ("more", "1"),
     ]  # fmt: skip
+
+
+def test_a_misfit_is_found_before_memory_is_allocated(tmp_path, monkeypatch):
+    dtckpt.save(tmp_path / "c", {"fresh": {"a": torch.ones(2)}, "last": [1, 2]})
+    allocated = []
+    monkeypatch.setattr(memory, "new_memory", lambda *args: allocated.append(args) or torch.empty(2))
+    monkeypatch.setattr(state_layouts, "new_memory", lambda *args: allocated.append(args) or torch.empty(2))
+    # An empty dict takes the saved items.
+    with pytest.raises(ShapeMismatchError, match="the sequence at 'last'"):
+        dtckpt.restore(tmp_path / "c", {"fresh": {}, "last": [0]})
+    assert not allocated
+    dtckpt.restore(tmp_path / "c", {"fresh": {}, "last": [0, 0]})
+    assert len(allocated) == 1
 
 
 def test_a_target_that_holds_itself_is_refused():

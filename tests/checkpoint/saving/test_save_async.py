@@ -105,6 +105,38 @@ def test_views_of_any_kind(tmp_path):
     assert {name: bits_of(tensor) for name, tensor in dtckpt.restore(tmp_path / "s").items()} == expected
 
 
+def large_tensors():
+    """Return tensors of more bytes than a thread copies at a time, of which some have elements with gaps."""
+    base = torch.arange(5_000_001, dtype=torch.float32)
+    return {
+        "plain": base,
+        "bfloat16": base.bfloat16(),
+        "bool": base % 3 == 0,
+        "transposed": base[:-1].view(1000, 5000).t(),
+        "negated": torch.complex(base, base).conj().imag,
+        "small": base[:7],
+    }
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_large_tensors_are_copied_whole_in_any_number_of_threads(num_threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    tree = large_tensors()
+    targets = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tree.values()]
+    staging._copy(targets, list(tree.values()))
+    assert all(torch.equal(target, tensor) for target, tensor in zip(targets, tree.values(), strict=True))
+
+
+def test_pytorch_copies_no_large_tensor_in_threads_of_its_own(monkeypatch):
+    """Its threads wait for each other in loops after every tensor."""
+    by_pytorch = []
+    monkeypatch.setattr(staging.torch_private, "foreach_copy", lambda _, sources: by_pytorch.extend(sources))
+    tree = large_tensors()
+    staging._copy([torch.empty_like(tensor) for tensor in tree.values()], list(tree.values()))
+    assert {tuple(tensor.shape) for tensor in by_pytorch} == {(5000, 1000), (5_000_001,), (7,)}
+    assert len(by_pytorch) == 3
+
+
 def test_memory_is_kept_between_saves_of_one_structure(tmp_path):
     memory = staging.StagingMemory()
     plan = plan_save

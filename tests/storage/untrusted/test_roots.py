@@ -130,7 +130,7 @@ CASES = [
 ]
 
 
-@pytest.mark.share(30)
+@pytest.mark.share(12)
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=lambda each: getattr(each, "__name__", each))
 def test_nothing_outside_of_a_prepared_root_changes(tmp_path, elsewhere, name, kind):
     root = tmp_path / "root"
@@ -195,6 +195,10 @@ def test_workers_do_not_wait_for_a_fifo(tmp_path, name):
         assert main([*reshard, "--worker", "0", "--resume"]) in (ExitCode.CONFLICT, ExitCode.FAILED)
 
 
+LEVELS = 2200
+"""More than the stack has frames, and than a path of 4096 bytes has names."""
+
+
 def deepen(folder, levels):
     """Make directories in each other, deeper than Python's stack and than the longest path."""
     folder.mkdir()
@@ -207,10 +211,11 @@ def deepen(folder, levels):
     os.close(descriptor)
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("role", ["new", "old", "trash"])
 def test_directories_deeper_than_the_stack(tmp_path, role):
-    deepen(tmp_path / f".step_00000001.dtckpt-{role}-1", 3000)
-    deepen(tmp_path / f".step_00000002.dtckpt-{role}-1", 3000)
+    deepen(tmp_path / f".step_00000001.dtckpt-{role}-1", LEVELS)
+    deepen(tmp_path / f".step_00000002.dtckpt-{role}-1", LEVELS)
     with CheckpointManager(tmp_path, is_async=False) as manager:
         manager.save(1, TREE)
     assert main(["ls", str(tmp_path)]) == 0
