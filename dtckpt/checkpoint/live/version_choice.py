@@ -15,8 +15,8 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.live.feed_client import feed_client
 from dtckpt.checkpoint.live.version_checkpoint import open_version
 from dtckpt.checkpoint.live.versions import parse_location
-from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.parts.part_files import PartCheckpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.timing import BARRIER
 from dtckpt.coordination.connect import current_coordination

@@ -21,18 +21,18 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.open_part import OpenPart, piece_seed
 from dtckpt.checkpoint.parts.peers import BoxRequest, Peer
 from dtckpt.checkpoint.parts.records import PartCopy, PartIndex, SaveId
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
 from dtckpt.checkpoint.reading.piece_reads import PieceInfo
 from dtckpt.checkpoint.reading.pieces import Piece, PieceIndex, PieceTensor
 from dtckpt.checkpoint.reading.read_chunks import convert, cut, validate_convertible
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
 from dtckpt.checkpoint.reading.verified_reads import spare_threads
-from dtckpt.errors import CheckpointCorruptError, CheckpointError, DtckptError, RegionNotFoundError, StorageError
+from dtckpt.errors import CheckpointCorruptError, DtckptError, RegionNotFoundError, StorageError
 from dtckpt.format import tree as trees
 from dtckpt.format import tree_union
 from dtckpt.format.digest import as_bytes, bytes_digest
@@ -406,10 +406,6 @@ class PartCheckpoint(Checkpoint):
         self.parts = files
         # Where clients need the same bytes, one of them reads each, and sends it on.
         self.is_remote = is_remote
-
-    def cause_of(self, error: CheckpointError) -> CheckpointError:
-        """Return the error: no save takes the place of another one."""
-        return error
 
 
 def _united_tree(indexes: Mapping[int, PartIndex]) -> trees.Node:

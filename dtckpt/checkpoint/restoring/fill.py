@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import Leaf, host_array, own_array
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.read_once import SharedTensor, read_shared
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf, TiedLeaf
 from dtckpt.checkpoint.timing import Phases

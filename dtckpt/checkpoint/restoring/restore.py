@@ -18,10 +18,11 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import validate_mode
 from dtckpt.checkpoint.live.versions import is_live
-from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.per_client import ClientNumber
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.aside import AsideMemory, copy_into
 from dtckpt.checkpoint.restoring.fill import fill_tensors, read_nbytes
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
