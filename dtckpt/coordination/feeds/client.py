@@ -29,6 +29,7 @@ from dtckpt._proto import feeds_pb2_grpc as pb_grpc
 from dtckpt.coordination.feeds import events
 from dtckpt.coordination.feeds.events import NEWEST, Want
 from dtckpt.coordination.feeds.leases import FeedLease
+from dtckpt.coordination.feeds.state import READABLE
 from dtckpt.coordination.feeds.tickets import Claim, check_ticket
 from dtckpt.coordination.grpc_calls import UnknownError, backoffs
 from dtckpt.coordination.grpc_client import MAX_WAIT_S, GrpcCoordination
@@ -40,6 +41,8 @@ Call = Callable[[pb_grpc.FeedsStub, float], T]
 KEPT_SECRETS = 4
 """Secrets of a feed that tickets are checked with: after a restart of the coordinator readers have tickets of the
 secret before."""
+CLOSE_S = 1.0
+"""How long `FeedClient.close` waits for a renewal that is under way; nothing depends on it."""
 RENEWALS = 3
 """How often leases are renewed within their period."""
 
@@ -225,9 +228,16 @@ class FeedClient:
         Raises:
             VersionLeasedError: The part must stay for now; ask again later.
         """
-        attempt = self._version(feed, number).announcement.attempt
+        version = self._version(feed, number)
+        attempt = version.announcement.attempt
         request = pb.WithdrawRequest(task=self._task, feed=feed, attempt=attempt, number=number)
-        answer = self._publish(feed, lambda stub, t: stub.Withdraw(request, timeout=t))
+        try:
+            answer = self._publish(feed, lambda stub, t: stub.Withdraw(request, timeout=t))
+        except errors.FeedConflictError:
+            if not version.is_retired:
+                raise
+            self.retire(feed, number)  # a coordinator that was restarted does not know that it was retired
+            answer = self._publish(feed, lambda stub, t: stub.Withdraw(request, timeout=t))
         self._forget(feed, number)
         return answer
 
@@ -440,7 +450,9 @@ class FeedClient:
                 continue
             part = version.part
             try:
-                self._publish(feed, lambda stub, t, part=part: stub.PutPart(part, timeout=t))  # type: ignore[misc]
+                answer = self._publish(feed, lambda stub, t, it=part: stub.PutPart(it, timeout=t))  # type: ignore[misc]
+                if version.is_retired and answer.phase == READABLE:
+                    self.retire(feed, number)
             except (errors.VersionGoneError, errors.FeedConflictError):
                 pass  # the caller learns it from its next call about the version
             except errors.DtckptError as error:
@@ -466,7 +478,7 @@ class FeedClient:
         with self._lock:
             thread = self._thread
         if thread is not None:
-            thread.join(self._timeout_s)
+            thread.join(CLOSE_S)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
