@@ -107,6 +107,31 @@ class FeedLimitError(errors.CoordinationError):
     """A limit of the registry is reached."""
 
 
+class MemoryLimit:
+    """An `Account` of all jobs together, for a registry that has no quotas.
+
+    Args:
+        nbytes: How many bytes there are.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self.taken = 0
+
+    def __call__(self, job: str, nbytes: int, what: str) -> None:
+        """Count more bytes, or fewer.
+
+        Raises:
+            FeedLimitError: They do not fit.
+        """
+        if nbytes > 0 and self.taken + nbytes > self._nbytes:
+            raise FeedLimitError(
+                f"no room for {what} of job {job!r}: {self.taken} bytes of {self._nbytes} are taken; read or publish "
+                "fewer versions at one time"
+            )
+        self.taken += nbytes
+
+
 class FeedRules(Transitions):
     """All feeds of one registry; the arguments and attributes are those of the base class."""
 
@@ -304,9 +329,11 @@ class FeedRules(Transitions):
         self._count_version(feed, version, told_nbytes - before, what)
         version.told_nbytes += told_nbytes - max(before, 0)
         version.parts[client] = Part(event.who, event.endpoint, event.digest, event.nbytes, event.host[:MAX_TEXT_CHARS])
-        if version.state != PUBLISHING:
+        was_lost = client in version.lost
+        version.lost.discard(client)
+        if was_lost:
             self._reassess(feed, version)
-        elif len(version.parts) == version.num_parts:
+        elif version.state == PUBLISHING and len(version.parts) == version.num_parts:
             self._make_readable(feed, version, now)
         return _state_of(feed, version.number)
 
@@ -357,6 +384,7 @@ class FeedRules(Transitions):
         if version.leases:
             raise errors.VersionLeasedError(f"{what} is leased by {_readers([version])}; its parts must stay")
         part = version.parts.pop(client, None)
+        version.lost.discard(client)
         if part is not None:
             self._count_version(feed, version, -PART_NBYTES - len(part.endpoint) - len(part.digest) - len(part.host))
         self._settle(feed, version)
@@ -464,7 +492,7 @@ class FeedRules(Transitions):
             version.tree_digest,
             lease.reader,
             feed.secret,
-            tuple(part.source() for _, part in sorted(version.parts.items())),
+            tuple(part.source(is_lost=client in version.lost) for client, part in sorted(version.parts.items())),
             tuple(holder.source() for holder in _by_nearness(version, host)[:MAX_HOLDERS_TOLD]),
             self.lease_s,
             lease.taken_at + MAX_LEASE_S - now,
@@ -531,10 +559,8 @@ class FeedRules(Transitions):
 def _state_of(feed: Feed, number: int) -> VersionState:
     if (ended := feed.ended.get(number)) is not None:
         return VersionState(number, ended.state)
-    version = feed.versions[number]
-    return VersionState(
-        version.number, version.state, len(version.parts), len(version.leases), version.lost, version.is_rewound
-    )
+    version, lost = feed.versions[number], tuple(sorted(feed.versions[number].lost))
+    return VersionState(number, version.state, len(version.parts), len(version.leases), lost, version.is_rewound)
 
 
 def _by_nearness(version: Version, host: str, *, whole_only: bool = False) -> list[Holder]:

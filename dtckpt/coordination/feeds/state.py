@@ -39,9 +39,8 @@ class Part:
     digest: bytes
     nbytes: int
     host: str
-    is_lost: bool = False
 
-    def source(self) -> Source:
+    def source(self, *, is_lost: bool) -> Source:
         return Source(
             self.who.job,
             self.who.task,
@@ -51,7 +50,7 @@ class Part:
             self.host,
             is_whole=False,
             is_holder=False,
-            is_lost=self.is_lost,
+            is_lost=is_lost,
         )
 
 
@@ -124,6 +123,7 @@ class Version:
     Args:
         deadline: When it fails unless it is readable.
         is_old: Whether the publisher had announced it before a restart of the registry.
+        lost: The clients of the publisher that are lost, with their parts.
         counted_nbytes: Memory that the registry counts for it and its parts.
         told_nbytes: The part of it that goes into each answer to a reader.
     """
@@ -140,6 +140,7 @@ class Version:
     state: str = PUBLISHING
     readable_at: float | None = None
     parts: dict[int, Part] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
     holders: dict[tuple[str, int], Holder] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
     counted_nbytes: int = 0
@@ -156,14 +157,9 @@ class Version:
         return sum(part.nbytes for part in self.parts.values())
 
     @property
-    def lost(self) -> tuple[int, ...]:
-        """The clients of the publisher that are lost with their parts."""
-        return tuple(sorted(client for client, part in self.parts.items() if part.is_lost))
-
-    @property
     def is_served(self) -> bool:
         """Whether all bytes are in the memory of clients that are alive."""
-        is_complete = len(self.parts) == self.num_parts and not any(part.is_lost for part in self.parts.values())
+        is_complete = len(self.parts) == self.num_parts and not self.lost
         return is_complete or any(holder.is_whole for holder in self.holders.values())
 
 
