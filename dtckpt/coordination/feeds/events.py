@@ -7,7 +7,7 @@ Pure: no clock, no I/O. Imports nothing that the coordinator's image lacks.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dtckpt.coordination.task_identity import Identity
 from dtckpt.errors import ConfigError
@@ -54,7 +54,7 @@ class OpenFeed:
     attempt: int
     keep: int
     floor: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     last_number: int = 0
     principal: str = ""
     is_granted: bool = True
@@ -343,7 +343,7 @@ class FeedOpened:
     """A feed is open for a client of the publisher."""
 
     next_number: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     lease_s: float
 
 
@@ -380,7 +380,7 @@ class Source:
     is_whole: bool
     is_holder: bool
     is_lost: bool = False
-    key: bytes = b""
+    key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +400,7 @@ class Leased:
     highest_step: int
     tree_digest: bytes
     reader: str
-    secret: bytes
+    secret: bytes = field(repr=False)
     parts: tuple[Source, ...]
     holders: tuple[Source, ...]
     expires_in_s: float
@@ -423,7 +423,7 @@ class Served:
     """A holder is registered; ``key`` is what tickets for it are made with."""
 
     number: int
-    key: bytes
+    key: bytes = field(repr=False)
 
 
 FeedAnswer = FeedOpened | VersionState | Leased | NotYet | Served | None

@@ -70,7 +70,7 @@ class Holder:
     is_whole: bool
     nbytes: int
     host: str
-    key: bytes
+    key: bytes = field(repr=False)
     num_leases: int = 0
     counted_nbytes: int = 0
 
@@ -191,7 +191,7 @@ class Feed:
     owner: str
     principal: str
     attempt: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     keep: int
     first: int
     next: int
