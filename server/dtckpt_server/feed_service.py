@@ -269,7 +269,7 @@ def _phase(state: str) -> pb.VersionPhase.ValueType:
     return pb.VersionPhase.Value(f"VERSION_PHASE_{state}")
 
 
-def _source(source: events.Source, ticket: bytes = b"") -> pb.Source:
+def _source(source: events.VersionSource, ticket: bytes = b"") -> pb.Source:
     return pb.Source(
         job=source.job,
         client=source.client,

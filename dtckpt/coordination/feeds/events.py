@@ -362,7 +362,7 @@ class VersionState:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class VersionSource:
     """A client that has a part of a version, or all of it.
 
     Args:
@@ -401,8 +401,8 @@ class Leased:
     tree_digest: bytes
     reader: str
     secret: bytes = field(repr=False)
-    parts: tuple[Source, ...]
-    holders: tuple[Source, ...]
+    parts: tuple[VersionSource, ...]
+    holders: tuple[VersionSource, ...]
     expires_in_s: float
     cap_in_s: float
 

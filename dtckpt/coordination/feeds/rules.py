@@ -61,10 +61,10 @@ from dtckpt.coordination.feeds.state import (
     RELEASED,
     RETIRING,
     Feed,
-    Holder,
     Lease,
-    Part,
     Version,
+    VersionHolder,
+    VersionPart,
 )
 from dtckpt.coordination.feeds.tickets import holder_key
 from dtckpt.coordination.feeds.transitions import (
@@ -328,7 +328,9 @@ class FeedRules(Transitions):
             )
         self._count_version(feed, version, told_nbytes - before, what)
         version.told_nbytes += told_nbytes - max(before, 0)
-        version.parts[client] = Part(event.who, event.endpoint, event.digest, event.nbytes, event.host[:MAX_TEXT_CHARS])
+        version.parts[client] = VersionPart(
+            event.who, event.endpoint, event.digest, event.nbytes, event.host[:MAX_TEXT_CHARS]
+        )
         was_lost = client in version.lost
         version.lost.discard(client)
         if was_lost:
@@ -528,7 +530,7 @@ class FeedRules(Transitions):
         nbytes = HOLDER_NBYTES + len(event.endpoint) + len(event.pieces)
         self._count(who.job, nbytes - (before.counted_nbytes if before else 0), f"a holder for feed {feed.name!r}")
         key = holder_key(feed.secret, feed.name, version.number, who)
-        holder = Holder(
+        holder = VersionHolder(
             who,
             event.endpoint,
             event.pieces,
@@ -563,7 +565,7 @@ def _state_of(feed: Feed, number: int) -> VersionState:
     return VersionState(number, version.state, len(version.parts), len(version.leases), lost, version.is_rewound)
 
 
-def _by_nearness(version: Version, host: str, *, whole_only: bool = False) -> list[Holder]:
+def _by_nearness(version: Version, host: str, *, whole_only: bool = False) -> list[VersionHolder]:
     """Return the holders of a version: holders on the same host first, then the holders with fewest leases."""
     holders = [holder for holder in version.holders.values() if holder.is_whole or not whole_only]
     return sorted(

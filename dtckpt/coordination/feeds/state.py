@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dtckpt.coordination.feeds.events import Source
+from dtckpt.coordination.feeds.events import VersionSource
 from dtckpt.coordination.task_identity import Identity
 
 PUBLISHING, READABLE, RETIRING, LOST = "PUBLISHING", "READABLE", "RETIRING", "LOST"
@@ -31,7 +31,7 @@ KEPT_OUTCOMES = 8
 
 
 @dataclass(slots=True)
-class Part:
+class VersionPart:
     """The part of a version that one client of the publisher has in its memory."""
 
     who: Identity
@@ -40,8 +40,8 @@ class Part:
     nbytes: int
     host: str
 
-    def source(self, *, is_lost: bool) -> Source:
-        return Source(
+    def source(self, *, is_lost: bool) -> VersionSource:
+        return VersionSource(
             self.who.job,
             self.who.task,
             self.endpoint,
@@ -55,7 +55,7 @@ class Part:
 
 
 @dataclass(slots=True)
-class Holder:
+class VersionHolder:
     """A client of a reader that serves a version on.
 
     Args:
@@ -74,8 +74,8 @@ class Holder:
     num_leases: int = 0
     counted_nbytes: int = 0
 
-    def source(self) -> Source:
-        return Source(
+    def source(self) -> VersionSource:
+        return VersionSource(
             self.who.job,
             self.who.task,
             self.endpoint,
@@ -107,7 +107,7 @@ class Lease:
     taken_at: float
     deadline: float
     tasks: set[Identity] = field(default_factory=set)
-    source: Holder | None = None
+    source: VersionHolder | None = None
     outcome: str = ""
     counted_nbytes: int = 0
 
@@ -139,9 +139,9 @@ class Version:
     deadline: float
     state: str = PUBLISHING
     readable_at: float | None = None
-    parts: dict[int, Part] = field(default_factory=dict)
+    parts: dict[int, VersionPart] = field(default_factory=dict)
     lost: set[int] = field(default_factory=set)
-    holders: dict[tuple[str, int], Holder] = field(default_factory=dict)
+    holders: dict[tuple[str, int], VersionHolder] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
     counted_nbytes: int = 0
     told_nbytes: int = 0
