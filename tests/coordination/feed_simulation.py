@@ -378,7 +378,8 @@ def random_reader_event(simulation: Simulation, draw: random.Random) -> Event:
     if kind < 0.75:
         return feeds.Done(who, FEED, lease, draw.choice(feeds.OUTCOMES))
     if kind < 0.92:
-        return feeds.Serve(who, FEED, lease, b"tcp://y", b"", draw.random() < 0.6, 7, "host")
+        digest = b"tree %d" % belief.number if draw.random() < 0.95 else b"other"
+        return feeds.Serve(who, FEED, belief.number, digest, b"tcp://y", b"", draw.random() < 0.6, 7, "host")
     return feeds.StopServing(who, FEED, belief.number)
 
 

@@ -1,6 +1,7 @@
 """The rules of feeds without a coordinator, as a publisher may run them for its readers, with a clock of our own."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -209,12 +210,27 @@ def test_readers_are_sent_to_near_holders_with_few_readers(world):
     for number, host in enumerate(("a", "b", "b"), start=1):
         who = Identity(f"holder{number}", 0, 9)
         world.subscribe(who, number, host=host)
-        world.happen(feeds.Serve(who, "f", number, b"h%d" % number, b"", True, 8, host))
+        world.happen(feeds.Serve(who, "f", FLOOR, b"t1000", b"h%d" % number, b"", True, 8, host))
     firsts = [world.subscribe(f"reader{number}", 100 + number, host="c").holders[0].job for number in range(6)]
     assert sorted(firsts) == sorted(["holder1", "holder2", "holder3"] * 2)
     near = world.subscribe("near", 200, host="b")
     assert [holder.host for holder in near.holders] == ["b", "b", "a"]
     assert len({holder.key for holder in near.holders} | {SECRET}) == 4
+
+
+def test_holders_show_that_they_have_the_version(world):
+    world.publish(FLOOR)
+    holder = feeds.Serve(Identity("engine", 0, 9), "f", FLOOR, b"other tree", b"h", b"", True, 8)
+    with pytest.raises(errors.FeedConflictError, match="cannot serve version 1000 of feed 'f'"):
+        world.happen(holder)
+    stranger = replace(holder, tree_digest=b"t1000", principal="engine", is_granted=False)
+    with pytest.raises(errors.CoordinatorPermissionError, match="may not read feed 'f' of job 'trainer'"):
+        world.happen(stranger)
+    world.happen(replace(stranger, is_granted=True))
+    world.happen(feeds.Retire(world.trainers()[0], "f", 0, FLOOR))
+    world.withdraw(FLOOR)
+    with pytest.raises(errors.VersionGoneError):
+        world.happen(replace(stranger, is_granted=True))
 
 
 def test_a_thousand_readers_are_spread_over_the_holders_at_a_bounded_cost(world):
@@ -223,7 +239,7 @@ def test_a_thousand_readers_are_spread_over_the_holders_at_a_bounded_cost(world)
     for number in range(1, 1001):
         who = Identity(f"job{number}", 0, 9)
         world.subscribe(who, number)
-        world.happen(feeds.Serve(who, "f", number, b"h", b"", True, 8))
+        world.happen(feeds.Serve(who, "f", FLOOR, b"t1000", b"h", b"", True, 8))
     version = world.rules.feeds["f"].versions[FLOOR]
     loads = [holder.num_leases for holder in version.holders.values()]
     assert sum(loads) == 999, "only the first reader reads from the publisher"
@@ -274,7 +290,7 @@ def test_everything_is_bounded(monkeypatch):
         (lambda who: feeds.Subscribe(who, "a", "g" * 129, 1), "group is too long"),
         (lambda who: feeds.Subscribe(who, "a", "", 0), "has no id"),
         (lambda who: feeds.Done(who, "a", 1, "fine"), "expected applied, skipped, failed"),
-        (lambda who: feeds.Serve(who, "a", 1, b"", b"x" * 4097, True, 1), "pieces is too long"),
+        (lambda who: feeds.Serve(who, "a", 1, b"", b"", b"x" * 4097, True, 1), "pieces is too long"),
     ],
 )
 def test_events_are_bounded(make, text):

@@ -293,6 +293,10 @@ def test_coordinator_is_killed_and_started_again(jobs):
         lease = reader.subscribe("policy", want=Want(step=10), timeout_s=20.0)
         ticket = lease.parts[0].ticket
         trainer.clients[0].retire("policy", versions[0].number)
+        judge = jobs(server.port, "judge")
+        verified = judge.clients[0].subscribe("policy", timeout_s=20.0)
+        judge.clients[0].serve(verified, endpoint=b"tcp://judge", is_whole=True, nbytes=16)
+        judge.clients[0].done(verified, APPLIED)
         server.kill()
         started_at = time.monotonic()
         again = ServerProcess(port=server.port, heartbeat_timeout_s=LEASE_S)
@@ -309,6 +313,7 @@ def test_coordinator_is_killed_and_started_again(jobs):
             assert trainer.clients[1].check("policy", versions[0].number, ticket, time.time()).reader == "engine"
             newest = reader.subscribe("policy", timeout_s=20.0)
             assert (newest.number, newest.step) == (versions[1].number, 20)
+            assert [holder.endpoint for holder in newest.holders] == [b"tcp://judge"]
             third = trainer.publish(15)
             assert third.number > versions[1].number
             assert third.is_rewound

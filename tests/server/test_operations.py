@@ -138,7 +138,7 @@ def publish(world):
         world.happen(feeds.PutPart(each, "policy", 0, 1000, b"tcp://x", b"digest", 1 << 20, "host"))
     engine = events.Identity("engine", 0, 1)
     world.happen(feeds.Subscribe(engine, "policy", "left", 7))
-    world.happen(feeds.Serve(engine, "policy", 7, b"tcp://y", b"", is_whole=True, nbytes=2 << 20))
+    world.happen(feeds.Serve(engine, "policy", 1000, b"tree", b"tcp://y", b"", is_whole=True, nbytes=2 << 20))
 
 
 def test_feeds_in_metrics(world):

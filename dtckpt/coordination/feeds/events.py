@@ -294,26 +294,33 @@ class Serve:
     """A client of a reader has verified a version, and serves it to further readers.
 
     Args:
-        lease: A live lease of the client's group on the version.
+        tree_digest: Of the version, as the client's lease said.
         endpoint: Where readers reach it.
         pieces: Which pieces it has, for readers; the registry does not read it.
         is_whole: Whether it has all bytes of the version.
         nbytes: How many it has.
+        principal: Whose job it is, by its token.
+        is_granted: Whether the token may read this feed.
 
     Refused with:
-        NotKnownError: The registry does not know the lease.
-        FeedConflictError: The lease is another group's.
-        LimitError: The version has too many holders.
+        NotKnownError: The registry does not know the feed or the version.
+        CoordinatorPermissionError: The token may not read the feed.
+        FeedConflictError: The version is another one, or is being published.
+        VersionGoneError: The version has ended.
+        FeedLimitError: The version has too many holders.
     """
 
     who: Identity
     feed: str
-    lease: int
+    number: int
+    tree_digest: bytes
     endpoint: bytes
     pieces: bytes
     is_whole: bool
     nbytes: int
     host: str = ""
+    principal: str = ""
+    is_granted: bool = True
 
     def __post_init__(self) -> None:
         validate_bytes("endpoint", self.endpoint, MAX_ENDPOINT_BYTES)

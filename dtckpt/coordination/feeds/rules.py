@@ -398,10 +398,7 @@ class FeedRules(Transitions):
         feed, who = self.feeds.get(event.feed), event.who
         if feed is None:
             return NotYet(f"no job publishes feed {event.feed!r}")
-        if not event.is_granted and event.principal != feed.principal:
-            raise errors.CoordinatorPermissionError(
-                f"the token of job {who.job!r} may not read feed {feed.name!r} of job {feed.owner!r}"
-            )
+        _refuse_stranger(feed, event)
         lease = self.leases.get((feed.name, event.lease))
         if lease is None:
             version = self._choose(feed, event.want, now, is_again=event.is_again)
@@ -500,7 +497,7 @@ class FeedRules(Transitions):
             lease.taken_at + MAX_LEASE_S - now,
         )
 
-    def _own_lease(self, event: Renew | Serve) -> Lease:
+    def _own_lease(self, event: Renew) -> Lease:
         lease = self.leases.get((event.feed, event.lease))
         if lease is None:
             raise NotKnownError(f"feed {event.feed!r} has no lease {event.lease:x}")
@@ -522,8 +519,16 @@ class FeedRules(Transitions):
             self._leave_lease(feed, lease, {event.who}, lease.outcome)
 
     def _serve(self, event: Serve) -> Served:
-        lease, feed, who = self._own_lease(event), self.feeds[event.feed], event.who
-        version, place = lease.version, (who.job, who.task)
+        feed, who = self.feeds.get(event.feed), event.who
+        if feed is None:
+            raise NotKnownError(f"no feed {event.feed!r} is open")
+        _refuse_stranger(feed, event)
+        version, place = self._version(feed, event.number), (who.job, who.task)
+        if version.state == PUBLISHING or version.tree_digest != event.tree_digest:
+            raise errors.FeedConflictError(
+                f"{task_name(who.job, who.task)} cannot serve version {version.number} of feed {feed.name!r}: it is "
+                f"{version.state}, with tree {version.tree_digest.hex()}; got tree {event.tree_digest.hex()}"
+            )
         before = version.holders.get(place)
         if before is None and len(version.holders) >= MAX_HOLDERS:
             raise FeedLimitError(f"version {version.number} of feed {feed.name!r} has {MAX_HOLDERS} holders already")
@@ -563,6 +568,13 @@ def _state_of(feed: Feed, number: int) -> VersionState:
         return VersionState(number, ended.state)
     version, lost = feed.versions[number], tuple(sorted(feed.versions[number].lost))
     return VersionState(number, version.state, len(version.parts), len(version.leases), lost, version.is_rewound)
+
+
+def _refuse_stranger(feed: Feed, event: Subscribe | Serve) -> None:
+    if not event.is_granted and event.principal != feed.principal:
+        raise errors.CoordinatorPermissionError(
+            f"the token of job {event.who.job!r} may not read feed {feed.name!r} of job {feed.owner!r}"
+        )
 
 
 def _by_nearness(version: Version, host: str, *, whole_only: bool = False) -> list[VersionHolder]:
