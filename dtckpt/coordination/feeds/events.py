@@ -103,6 +103,7 @@ class Announce:
 
     def __post_init__(self) -> None:
         _validate_number("number", self.number, least=1)
+        _validate_number("step", self.step)
         validate_bytes("tree_digest", self.tree_digest, MAX_DIGEST_BYTES)
         if not 0 < self.num_parts <= MAX_PARTS or not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(

@@ -320,17 +320,15 @@ class FeedRules(Transitions):
                 f"{what} was put with another content: got digest {event.digest.hex()} of {event.nbytes} bytes, "
                 f"expected {part.digest.hex()} of {part.nbytes} bytes"
             )
-        told_nbytes = len(event.endpoint) + len(event.digest) + len(event.host)
-        before = len(part.endpoint) + len(part.digest) + len(part.host) if part is not None else -PART_NBYTES
+        new = VersionPart(event.who, event.endpoint, event.digest, event.nbytes, event.host[:MAX_TEXT_CHARS])
+        told_nbytes = new.told_nbytes - (part.told_nbytes if part is not None else 0)
         if version.told_nbytes + told_nbytes > MAX_TOLD_BYTES:
             raise FeedLimitError(
                 f"no room for {what}: endpoints and digests of all parts have more than {MAX_TOLD_BYTES} bytes"
             )
-        self._count_version(feed, version, told_nbytes - before, what)
-        version.told_nbytes += told_nbytes - max(before, 0)
-        version.parts[client] = VersionPart(
-            event.who, event.endpoint, event.digest, event.nbytes, event.host[:MAX_TEXT_CHARS]
-        )
+        self._count_version(feed, version, told_nbytes + (PART_NBYTES if part is None else 0), what)
+        version.told_nbytes += told_nbytes
+        version.parts[client] = new
         was_lost = client in version.lost
         version.lost.discard(client)
         if was_lost:
@@ -388,7 +386,7 @@ class FeedRules(Transitions):
         part = version.parts.pop(client, None)
         version.lost.discard(client)
         if part is not None:
-            self._count_version(feed, version, -PART_NBYTES - len(part.endpoint) - len(part.digest) - len(part.host))
+            self._count_version(feed, version, -PART_NBYTES - part.told_nbytes)
         self._settle(feed, version)
         return _state_of(feed, version.number)
 

@@ -40,6 +40,11 @@ class VersionPart:
     nbytes: int
     host: str
 
+    @property
+    def told_nbytes(self) -> int:
+        """How much of it goes into each answer to a reader."""
+        return len(self.endpoint) + len(self.digest) + len(self.host)
+
     def source(self, *, is_lost: bool) -> VersionSource:
         return VersionSource(
             self.who.job,
