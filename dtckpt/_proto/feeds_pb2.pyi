@@ -639,14 +639,17 @@ class ServeRequest(_message.Message):
 
     TASK_FIELD_NUMBER: _builtins.int
     FEED_FIELD_NUMBER: _builtins.int
-    LEASE_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TREE_DIGEST_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     PIECES_FIELD_NUMBER: _builtins.int
     IS_WHOLE_FIELD_NUMBER: _builtins.int
     NBYTES_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     feed: _builtins.str
-    lease: _builtins.int
+    number: _builtins.int
+    tree_digest: _builtins.bytes
+    """of the version"""
     endpoint: _builtins.bytes
     """at most 1024 bytes"""
     pieces: _builtins.bytes
@@ -661,7 +664,8 @@ class ServeRequest(_message.Message):
         *,
         task: _coordinator_pb2.TaskIdentity | None = ...,
         feed: _builtins.str = ...,
-        lease: _builtins.int = ...,
+        number: _builtins.int = ...,
+        tree_digest: _builtins.bytes = ...,
         endpoint: _builtins.bytes = ...,
         pieces: _builtins.bytes = ...,
         is_whole: _builtins.bool = ...,
@@ -670,7 +674,7 @@ class ServeRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "feed", b"feed", "host", b"host", "is_whole", b"is_whole", "lease", b"lease", "nbytes", b"nbytes", "pieces", b"pieces", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoint", b"endpoint", "feed", b"feed", "host", b"host", "is_whole", b"is_whole", "nbytes", b"nbytes", "number", b"number", "pieces", b"pieces", "task", b"task", "tree_digest", b"tree_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,10 @@ class FeedService(pb_grpc.FeedsServicer):
         tokens = self._coordinator.tokens
         return "" if tokens is None else tokens.owner(job)
 
+    def _may_read(self, request: pb.SubscribeRequest | pb.ServeRequest) -> bool:
+        tokens = self._coordinator.tokens
+        return tokens is None or tokens.may_read(request.task.job, request.feed)
+
     # --- publishers -------------------------------------------------------------------------------------------------
 
     @answered
@@ -128,7 +132,7 @@ class FeedService(pb_grpc.FeedsServicer):
 
     @answered
     async def Subscribe(self, request: pb.SubscribeRequest, context: Any) -> pb.SubscribeResponse:
-        tokens, want = self._coordinator.tokens, request.want
+        want = request.want
         event = events.Subscribe(
             to_identity(request.task),
             request.feed,
@@ -143,7 +147,7 @@ class FeedService(pb_grpc.FeedsServicer):
             request.host,
             is_again=request.is_again,
             principal=self._principal(request.task.job),
-            is_granted=tokens is None or tokens.may_read(request.task.job, request.feed),
+            is_granted=self._may_read(request),
         )
         clock = self._coordinator.clock
         deadline = clock() + (request.max_wait_s if math.isfinite(request.max_wait_s) else 0.0)
@@ -188,12 +192,15 @@ class FeedService(pb_grpc.FeedsServicer):
         event = events.Serve(
             to_identity(request.task),
             request.feed,
-            request.lease,
+            request.number,
+            request.tree_digest,
             request.endpoint,
             request.pieces,
             request.is_whole,
             request.nbytes,
             request.host,
+            principal=self._principal(request.task.job),
+            is_granted=self._may_read(request),
         )
         served = self._accept(event, events.Served)
         return pb.ServeResponse(coordinator_incarnation=self._incarnation, number=served.number, key=served.key)
@@ -269,7 +276,7 @@ def _phase(state: str) -> pb.VersionPhase.ValueType:
     return pb.VersionPhase.Value(f"VERSION_PHASE_{state}")
 
 
-def _source(source: events.Source, ticket: bytes = b"") -> pb.Source:
+def _source(source: events.VersionSource, ticket: bytes = b"") -> pb.Source:
     return pb.Source(
         job=source.job,
         client=source.client,

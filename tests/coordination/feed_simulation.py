@@ -238,7 +238,7 @@ class Simulation:
             for version in feed.versions.values():
                 assert all(is_alive(holder.who) for holder in version.holders.values())
                 assert all(lease.tasks and all(map(is_alive, lease.tasks)) for lease in version.leases.values())
-                assert all(is_alive(part.who) or part.is_lost for part in version.parts.values())
+                assert all(is_alive(part.who) or client in version.lost for client, part in version.parts.items())
                 has_whole = any(holder.is_whole for holder in version.holders.values())
                 if version.state == state.READABLE and not has_whole:
                     assert len(version.parts) == version.num_parts
@@ -301,7 +301,7 @@ def _version(version: state.Version) -> tuple[object, ...]:
         tuple(
             (lease.lease_id, lease.reader, frozenset(lease.tasks), lease.deadline) for lease in version.leases.values()
         ),
-        (version.counted_nbytes, version.told_nbytes),
+        (version.counted_nbytes, version.told_nbytes, frozenset(version.lost)),
     )
 
 
@@ -378,7 +378,8 @@ def random_reader_event(simulation: Simulation, draw: random.Random) -> Event:
     if kind < 0.75:
         return feeds.Done(who, FEED, lease, draw.choice(feeds.OUTCOMES))
     if kind < 0.92:
-        return feeds.Serve(who, FEED, lease, b"tcp://y", b"", draw.random() < 0.6, 7, "host")
+        digest = b"tree %d" % belief.number if draw.random() < 0.95 else b"other"
+        return feeds.Serve(who, FEED, belief.number, digest, b"tcp://y", b"", draw.random() < 0.6, 7, "host")
     return feeds.StopServing(who, FEED, belief.number)
 
 

@@ -54,6 +54,7 @@ def test_the_random_events_bring_about_every_answer():
         "Renew NotKnownError",
         "Done NoneType",
         "Serve Served",
+        "Serve FeedConflictError",
         "StopServing NoneType",
     ):
         assert outcomes[outcome] > 10, (outcome, "\n".join(map(str, sorted(outcomes.items()))))

@@ -4,7 +4,7 @@ Every call may be repeated, and is repeated until the coordinator answers. A coo
 feeds. So the client keeps the open feeds, versions, parts and leases of this process, and tells the coordinator of them
 again: when a call finds that the coordinator does not know them, and with each renewal::
 
-    thread of this client   renews leases, puts parts again; after a restart: opens, announces, takes leases again
+    thread of this client   renews leases, puts parts and serves again; after a restart: opens, announces, subscribes
     threads of callers      publish, subscribe, withdraw
 
 Callers give the number of a version and its digests. So all clients of a publisher say the same, and the coordinator
@@ -29,6 +29,7 @@ from dtckpt._proto import feeds_pb2_grpc as pb_grpc
 from dtckpt.coordination.feeds import events
 from dtckpt.coordination.feeds.events import NEWEST, Want
 from dtckpt.coordination.feeds.leases import FeedLease
+from dtckpt.coordination.feeds.state import READABLE
 from dtckpt.coordination.feeds.tickets import Claim, check_ticket
 from dtckpt.coordination.grpc_calls import UnknownError, backoffs
 from dtckpt.coordination.grpc_client import MAX_WAIT_S, GrpcCoordination
@@ -40,6 +41,8 @@ Call = Callable[[pb_grpc.FeedsStub, float], T]
 KEPT_SECRETS = 4
 """Secrets of a feed that tickets are checked with: after a restart of the coordinator readers have tickets of the
 secret before."""
+CLOSE_S = 1.0
+"""How long `FeedClient.close` waits for a renewal that is under way; nothing depends on it."""
 RENEWALS = 3
 """How often leases are renewed within their period."""
 
@@ -225,9 +228,16 @@ class FeedClient:
         Raises:
             VersionLeasedError: The part must stay for now; ask again later.
         """
-        attempt = self._version(feed, number).announcement.attempt
+        version = self._version(feed, number)
+        attempt = version.announcement.attempt
         request = pb.WithdrawRequest(task=self._task, feed=feed, attempt=attempt, number=number)
-        answer = self._publish(feed, lambda stub, t: stub.Withdraw(request, timeout=t))
+        try:
+            answer = self._publish(feed, lambda stub, t: stub.Withdraw(request, timeout=t))
+        except errors.FeedConflictError:
+            if not version.is_retired:
+                raise
+            self.retire(feed, number)  # a coordinator that was restarted does not know that it was retired
+            answer = self._publish(feed, lambda stub, t: stub.Withdraw(request, timeout=t))
         self._forget(feed, number)
         return answer
 
@@ -337,7 +347,7 @@ class FeedClient:
         """Offer a version that this client has verified to further readers, as long as the process lives.
 
         Args:
-            lease: A live lease on the version.
+            lease: The lease under which the version was read; it need not last.
             endpoint: Where readers reach it.
             pieces: Which pieces it has; for readers.
             is_whole: Whether it has all bytes of the version.
@@ -346,21 +356,23 @@ class FeedClient:
         request = pb.ServeRequest(
             task=self._task,
             feed=lease.feed,
-            lease=lease.lease_id,
+            number=lease.number,
+            tree_digest=lease.tree_digest,
             endpoint=endpoint,
             pieces=pieces,
             is_whole=is_whole,
             nbytes=nbytes,
             host=self._host,
         )
-        self._serve(lease, request)
+        self._again_if_unknown(lambda: self._serve(request))
         with self._lock:
             self._served[lease.feed, lease.number] = request
+        self._start()
 
-    def _serve(self, lease: FeedLease, request: pb.ServeRequest) -> None:
+    def _serve(self, request: pb.ServeRequest) -> None:
         response = self._call(lambda stub, t: stub.Serve(request, timeout=t))
         with self._lock:
-            self._holder_keys[lease.feed, lease.number] = response.key
+            self._holder_keys[request.feed, request.number] = response.key
 
     def stop_serving(self, feed: str, number: int) -> None:
         """Offer a version no more."""
@@ -383,18 +395,20 @@ class FeedClient:
     # --- renewals ---------------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Renew all leases, and put all parts again; tell a restarted coordinator of all that this client has.
+        """Renew all leases, put all parts and serve all versions again; so a restarted coordinator learns of them.
 
         The thread of this client calls this several times in each lease period.
         """
         with self._lock:
-            leases, feeds = list(self._leases.values()), list(self._feeds)
+            leases, feeds, served = list(self._leases.values()), list(self._feeds), list(self._served.values())
         for lease in leases:
             with self._renewing:
                 if self._leases.get((lease.feed, lease.lease_id)) is lease:
                     self._renew(lease)
         for feed in feeds:
             self._put_again(feed)
+        for request in served:
+            self._serve_again(request)
 
     def _renew(self, lease: FeedLease) -> None:
         request = pb.RenewRequest(task=self._task, feed=lease.feed, lease=lease.lease_id)
@@ -419,10 +433,6 @@ class FeedClient:
         if response.HasField("lease"):
             lease.ends_at = asked_at + response.lease.expires_in_s
             lease.lost = tuple(part.client for part in response.lease.parts if part.is_lost)
-            with self._lock:
-                served = self._served.get((lease.feed, lease.number))
-            if served is not None:
-                self._serve(lease, served)
 
     def _forget_lease(self, lease: FeedLease) -> None:
         with self._lock:
@@ -440,12 +450,23 @@ class FeedClient:
                 continue
             part = version.part
             try:
-                self._publish(feed, lambda stub, t, part=part: stub.PutPart(part, timeout=t))  # type: ignore[misc]
+                answer = self._publish(feed, lambda stub, t, it=part: stub.PutPart(it, timeout=t))  # type: ignore[misc]
+                if version.is_retired and answer.phase == READABLE:
+                    self.retire(feed, number)
             except (errors.VersionGoneError, errors.FeedConflictError):
                 pass  # the caller learns it from its next call about the version
             except errors.DtckptError as error:
                 logger.warning("version %d of feed %r was not confirmed: %s", number, feed, error)
                 return
+
+    def _serve_again(self, request: pb.ServeRequest) -> None:
+        try:
+            self._serve(request)
+        except errors.VersionGoneError:
+            with self._lock:
+                self._served.pop((request.feed, request.number), None)
+        except (errors.DtckptError, UnknownError) as error:  # the publisher may not have told a restarted one yet
+            logger.info("version %d of feed %r is not served on now: %s", request.number, request.feed, error)
 
     def _start(self) -> None:
         with self._lock:
@@ -466,7 +487,7 @@ class FeedClient:
         with self._lock:
             thread = self._thread
         if thread is not None:
-            thread.join(self._timeout_s)
+            thread.join(CLOSE_S)
 
     # --- calls ------------------------------------------------------------------------------------------------------
 

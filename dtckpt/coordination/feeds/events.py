@@ -7,7 +7,7 @@ Pure: no clock, no I/O. Imports nothing that the coordinator's image lacks.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dtckpt.coordination.task_identity import Identity
 from dtckpt.errors import ConfigError
@@ -54,7 +54,7 @@ class OpenFeed:
     attempt: int
     keep: int
     floor: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     last_number: int = 0
     principal: str = ""
     is_granted: bool = True
@@ -103,6 +103,7 @@ class Announce:
 
     def __post_init__(self) -> None:
         _validate_number("number", self.number, least=1)
+        _validate_number("step", self.step)
         validate_bytes("tree_digest", self.tree_digest, MAX_DIGEST_BYTES)
         if not 0 < self.num_parts <= MAX_PARTS or not 0 < self.timeout_s <= MAX_TIMEOUT_S:
             raise ConfigError(
@@ -294,26 +295,33 @@ class Serve:
     """A client of a reader has verified a version, and serves it to further readers.
 
     Args:
-        lease: A live lease of the client's group on the version.
+        tree_digest: Of the version, as the client's lease said.
         endpoint: Where readers reach it.
         pieces: Which pieces it has, for readers; the registry does not read it.
         is_whole: Whether it has all bytes of the version.
         nbytes: How many it has.
+        principal: Whose job it is, by its token.
+        is_granted: Whether the token may read this feed.
 
     Refused with:
-        NotKnownError: The registry does not know the lease.
-        FeedConflictError: The lease is another group's.
-        LimitError: The version has too many holders.
+        NotKnownError: The registry does not know the feed or the version.
+        CoordinatorPermissionError: The token may not read the feed.
+        FeedConflictError: The version is another one, or is being published.
+        VersionGoneError: The version has ended.
+        FeedLimitError: The version has too many holders.
     """
 
     who: Identity
     feed: str
-    lease: int
+    number: int
+    tree_digest: bytes
     endpoint: bytes
     pieces: bytes
     is_whole: bool
     nbytes: int
     host: str = ""
+    principal: str = ""
+    is_granted: bool = True
 
     def __post_init__(self) -> None:
         validate_bytes("endpoint", self.endpoint, MAX_ENDPOINT_BYTES)
@@ -343,7 +351,7 @@ class FeedOpened:
     """A feed is open for a client of the publisher."""
 
     next_number: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     lease_s: float
 
 
@@ -362,7 +370,7 @@ class VersionState:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class VersionSource:
     """A client that has a part of a version, or all of it.
 
     Args:
@@ -380,7 +388,7 @@ class Source:
     is_whole: bool
     is_holder: bool
     is_lost: bool = False
-    key: bytes = b""
+    key: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,9 +408,9 @@ class Leased:
     highest_step: int
     tree_digest: bytes
     reader: str
-    secret: bytes
-    parts: tuple[Source, ...]
-    holders: tuple[Source, ...]
+    secret: bytes = field(repr=False)
+    parts: tuple[VersionSource, ...]
+    holders: tuple[VersionSource, ...]
     expires_in_s: float
     cap_in_s: float
 
@@ -423,7 +431,7 @@ class Served:
     """A holder is registered; ``key`` is what tickets for it are made with."""
 
     number: int
-    key: bytes
+    key: bytes = field(repr=False)
 
 
 FeedAnswer = FeedOpened | VersionState | Leased | NotYet | Served | None

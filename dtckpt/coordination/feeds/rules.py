@@ -61,10 +61,10 @@ from dtckpt.coordination.feeds.state import (
     RELEASED,
     RETIRING,
     Feed,
-    Holder,
     Lease,
-    Part,
     Version,
+    VersionHolder,
+    VersionPart,
 )
 from dtckpt.coordination.feeds.tickets import holder_key
 from dtckpt.coordination.feeds.transitions import (
@@ -105,6 +105,31 @@ class NotKnownError(errors.CoordinationError):
 
 class FeedLimitError(errors.CoordinationError):
     """A limit of the registry is reached."""
+
+
+class MemoryLimit:
+    """An `Account` of all jobs together, for a registry that has no quotas.
+
+    Args:
+        nbytes: How many bytes there are.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self.taken = 0
+
+    def __call__(self, job: str, nbytes: int, what: str) -> None:
+        """Count more bytes, or fewer.
+
+        Raises:
+            FeedLimitError: They do not fit.
+        """
+        if nbytes > 0 and self.taken + nbytes > self._nbytes:
+            raise FeedLimitError(
+                f"no room for {what} of job {job!r}: {self.taken} bytes of {self._nbytes} are taken; read or publish "
+                "fewer versions at one time"
+            )
+        self.taken += nbytes
 
 
 class FeedRules(Transitions):
@@ -295,18 +320,20 @@ class FeedRules(Transitions):
                 f"{what} was put with another content: got digest {event.digest.hex()} of {event.nbytes} bytes, "
                 f"expected {part.digest.hex()} of {part.nbytes} bytes"
             )
-        told_nbytes = len(event.endpoint) + len(event.digest) + len(event.host)
-        before = len(part.endpoint) + len(part.digest) + len(part.host) if part is not None else -PART_NBYTES
+        new = VersionPart(event.who, event.endpoint, event.digest, event.nbytes, event.host[:MAX_TEXT_CHARS])
+        told_nbytes = new.told_nbytes - (part.told_nbytes if part is not None else 0)
         if version.told_nbytes + told_nbytes > MAX_TOLD_BYTES:
             raise FeedLimitError(
                 f"no room for {what}: endpoints and digests of all parts have more than {MAX_TOLD_BYTES} bytes"
             )
-        self._count_version(feed, version, told_nbytes - before, what)
-        version.told_nbytes += told_nbytes - max(before, 0)
-        version.parts[client] = Part(event.who, event.endpoint, event.digest, event.nbytes, event.host[:MAX_TEXT_CHARS])
-        if version.state != PUBLISHING:
+        self._count_version(feed, version, told_nbytes + (PART_NBYTES if part is None else 0), what)
+        version.told_nbytes += told_nbytes
+        version.parts[client] = new
+        was_lost = client in version.lost
+        version.lost.discard(client)
+        if was_lost:
             self._reassess(feed, version)
-        elif len(version.parts) == version.num_parts:
+        elif version.state == PUBLISHING and len(version.parts) == version.num_parts:
             self._make_readable(feed, version, now)
         return _state_of(feed, version.number)
 
@@ -357,8 +384,9 @@ class FeedRules(Transitions):
         if version.leases:
             raise errors.VersionLeasedError(f"{what} is leased by {_readers([version])}; its parts must stay")
         part = version.parts.pop(client, None)
+        version.lost.discard(client)
         if part is not None:
-            self._count_version(feed, version, -PART_NBYTES - len(part.endpoint) - len(part.digest) - len(part.host))
+            self._count_version(feed, version, -PART_NBYTES - part.told_nbytes)
         self._settle(feed, version)
         return _state_of(feed, version.number)
 
@@ -368,10 +396,7 @@ class FeedRules(Transitions):
         feed, who = self.feeds.get(event.feed), event.who
         if feed is None:
             return NotYet(f"no job publishes feed {event.feed!r}")
-        if not event.is_granted and event.principal != feed.principal:
-            raise errors.CoordinatorPermissionError(
-                f"the token of job {who.job!r} may not read feed {feed.name!r} of job {feed.owner!r}"
-            )
+        _refuse_stranger(feed, event)
         lease = self.leases.get((feed.name, event.lease))
         if lease is None:
             version = self._choose(feed, event.want, now, is_again=event.is_again)
@@ -464,13 +489,13 @@ class FeedRules(Transitions):
             version.tree_digest,
             lease.reader,
             feed.secret,
-            tuple(part.source() for _, part in sorted(version.parts.items())),
+            tuple(part.source(is_lost=client in version.lost) for client, part in sorted(version.parts.items())),
             tuple(holder.source() for holder in _by_nearness(version, host)[:MAX_HOLDERS_TOLD]),
             self.lease_s,
             lease.taken_at + MAX_LEASE_S - now,
         )
 
-    def _own_lease(self, event: Renew | Serve) -> Lease:
+    def _own_lease(self, event: Renew) -> Lease:
         lease = self.leases.get((event.feed, event.lease))
         if lease is None:
             raise NotKnownError(f"feed {event.feed!r} has no lease {event.lease:x}")
@@ -492,15 +517,23 @@ class FeedRules(Transitions):
             self._leave_lease(feed, lease, {event.who}, lease.outcome)
 
     def _serve(self, event: Serve) -> Served:
-        lease, feed, who = self._own_lease(event), self.feeds[event.feed], event.who
-        version, place = lease.version, (who.job, who.task)
+        feed, who = self.feeds.get(event.feed), event.who
+        if feed is None:
+            raise NotKnownError(f"no feed {event.feed!r} is open")
+        _refuse_stranger(feed, event)
+        version, place = self._version(feed, event.number), (who.job, who.task)
+        if version.state == PUBLISHING or version.tree_digest != event.tree_digest:
+            raise errors.FeedConflictError(
+                f"{task_name(who.job, who.task)} cannot serve version {version.number} of feed {feed.name!r}: it is "
+                f"{version.state}, with tree {version.tree_digest.hex()}; got tree {event.tree_digest.hex()}"
+            )
         before = version.holders.get(place)
         if before is None and len(version.holders) >= MAX_HOLDERS:
             raise FeedLimitError(f"version {version.number} of feed {feed.name!r} has {MAX_HOLDERS} holders already")
         nbytes = HOLDER_NBYTES + len(event.endpoint) + len(event.pieces)
         self._count(who.job, nbytes - (before.counted_nbytes if before else 0), f"a holder for feed {feed.name!r}")
         key = holder_key(feed.secret, feed.name, version.number, who)
-        holder = Holder(
+        holder = VersionHolder(
             who,
             event.endpoint,
             event.pieces,
@@ -531,13 +564,18 @@ class FeedRules(Transitions):
 def _state_of(feed: Feed, number: int) -> VersionState:
     if (ended := feed.ended.get(number)) is not None:
         return VersionState(number, ended.state)
-    version = feed.versions[number]
-    return VersionState(
-        version.number, version.state, len(version.parts), len(version.leases), version.lost, version.is_rewound
-    )
+    version, lost = feed.versions[number], tuple(sorted(feed.versions[number].lost))
+    return VersionState(number, version.state, len(version.parts), len(version.leases), lost, version.is_rewound)
 
 
-def _by_nearness(version: Version, host: str, *, whole_only: bool = False) -> list[Holder]:
+def _refuse_stranger(feed: Feed, event: Subscribe | Serve) -> None:
+    if not event.is_granted and event.principal != feed.principal:
+        raise errors.CoordinatorPermissionError(
+            f"the token of job {event.who.job!r} may not read feed {feed.name!r} of job {feed.owner!r}"
+        )
+
+
+def _by_nearness(version: Version, host: str, *, whole_only: bool = False) -> list[VersionHolder]:
     """Return the holders of a version: holders on the same host first, then the holders with fewest leases."""
     holders = [holder for holder in version.holders.values() if holder.is_whole or not whole_only]
     return sorted(

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dtckpt.coordination.feeds.events import Source
+from dtckpt.coordination.feeds.events import VersionSource
 from dtckpt.coordination.task_identity import Identity
 
 PUBLISHING, READABLE, RETIRING, LOST = "PUBLISHING", "READABLE", "RETIRING", "LOST"
@@ -31,7 +31,7 @@ KEPT_OUTCOMES = 8
 
 
 @dataclass(slots=True)
-class Part:
+class VersionPart:
     """The part of a version that one client of the publisher has in its memory."""
 
     who: Identity
@@ -39,10 +39,14 @@ class Part:
     digest: bytes
     nbytes: int
     host: str
-    is_lost: bool = False
 
-    def source(self) -> Source:
-        return Source(
+    @property
+    def told_nbytes(self) -> int:
+        """How much of it goes into each answer to a reader."""
+        return len(self.endpoint) + len(self.digest) + len(self.host)
+
+    def source(self, *, is_lost: bool) -> VersionSource:
+        return VersionSource(
             self.who.job,
             self.who.task,
             self.endpoint,
@@ -51,12 +55,12 @@ class Part:
             self.host,
             is_whole=False,
             is_holder=False,
-            is_lost=self.is_lost,
+            is_lost=is_lost,
         )
 
 
 @dataclass(slots=True)
-class Holder:
+class VersionHolder:
     """A client of a reader that serves a version on.
 
     Args:
@@ -71,12 +75,12 @@ class Holder:
     is_whole: bool
     nbytes: int
     host: str
-    key: bytes
+    key: bytes = field(repr=False)
     num_leases: int = 0
     counted_nbytes: int = 0
 
-    def source(self) -> Source:
-        return Source(
+    def source(self) -> VersionSource:
+        return VersionSource(
             self.who.job,
             self.who.task,
             self.endpoint,
@@ -108,7 +112,7 @@ class Lease:
     taken_at: float
     deadline: float
     tasks: set[Identity] = field(default_factory=set)
-    source: Holder | None = None
+    source: VersionHolder | None = None
     outcome: str = ""
     counted_nbytes: int = 0
 
@@ -124,6 +128,7 @@ class Version:
     Args:
         deadline: When it fails unless it is readable.
         is_old: Whether the publisher had announced it before a restart of the registry.
+        lost: The clients of the publisher that are lost, with their parts.
         counted_nbytes: Memory that the registry counts for it and its parts.
         told_nbytes: The part of it that goes into each answer to a reader.
     """
@@ -139,8 +144,9 @@ class Version:
     deadline: float
     state: str = PUBLISHING
     readable_at: float | None = None
-    parts: dict[int, Part] = field(default_factory=dict)
-    holders: dict[tuple[str, int], Holder] = field(default_factory=dict)
+    parts: dict[int, VersionPart] = field(default_factory=dict)
+    lost: set[int] = field(default_factory=set)
+    holders: dict[tuple[str, int], VersionHolder] = field(default_factory=dict)
     leases: dict[int, Lease] = field(default_factory=dict)
     counted_nbytes: int = 0
     told_nbytes: int = 0
@@ -156,14 +162,9 @@ class Version:
         return sum(part.nbytes for part in self.parts.values())
 
     @property
-    def lost(self) -> tuple[int, ...]:
-        """The clients of the publisher that are lost with their parts."""
-        return tuple(sorted(client for client, part in self.parts.items() if part.is_lost))
-
-    @property
     def is_served(self) -> bool:
         """Whether all bytes are in the memory of clients that are alive."""
-        is_complete = len(self.parts) == self.num_parts and not any(part.is_lost for part in self.parts.values())
+        is_complete = len(self.parts) == self.num_parts and not self.lost
         return is_complete or any(holder.is_whole for holder in self.holders.values())
 
 
@@ -195,7 +196,7 @@ class Feed:
     owner: str
     principal: str
     attempt: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     keep: int
     first: int
     next: int

@@ -103,7 +103,7 @@ class Transitions:
 
     def _settle(self, feed: Feed, version: Version) -> None:
         """Release a retired version that no reader and no client needs."""
-        if version.state == RETIRING and not version.leases and all(part.is_lost for part in version.parts.values()):
+        if version.state == RETIRING and not version.leases and len(version.lost) == len(version.parts):
             self._finish(feed, version, RELEASED, "")
 
     def _fail(self, feed: Feed, version: Version, reason: str) -> None:
@@ -152,7 +152,7 @@ class Transitions:
             del feed.latest[next(iter(feed.latest))]
         if outcome in (EXPIRED, GONE):
             text = f"lease of {lease.reader!r} on version {version.number} has ended: the reader is {outcome}"
-            self._note("lease_ended", feed, text, version)
+            self._note("lease_ended", feed, text, version, outcome=outcome, reader=lease.reader)
         self._settle(feed, version)
 
     def _remove_holder(self, feed: Feed, version: Version, job: str, task: int) -> None:
@@ -200,8 +200,7 @@ class Transitions:
                 if lease.job == job:
                     self._leave_lease(feed, lease, {who for who in lease.tasks if is_gone(who)}, lease.outcome or GONE)
             if version.number in feed.versions:
-                for part in version.parts.values():
-                    part.is_lost |= is_gone(part.who)
+                version.lost |= {client for client, part in version.parts.items() if is_gone(part.who)}
                 self._reassess(feed, version)
 
     def _leave_lease(self, feed: Feed, lease: Lease, left: set[Identity], outcome: str) -> None:
@@ -260,8 +259,8 @@ class Transitions:
         self._count(feed.owner, nbytes, what)
         version.counted_nbytes += nbytes
 
-    def _note(self, event: str, feed: Feed, text: str, version: Version | None = None) -> None:
-        facts: dict[str, object] = {"job": feed.owner, "feed": feed.name, "attempt": feed.attempt}
+    def _note(self, event: str, feed: Feed, text: str, version: Version | None = None, **more: object) -> None:
+        facts: dict[str, object] = {"job": feed.owner, "feed": feed.name, "attempt": feed.attempt, **more}
         if version is not None:
             facts |= {"version": version.number, "step": version.step}
         self.notes.append(Note(event, f"feed {feed.name!r}: {text}", facts))
@@ -272,7 +271,7 @@ def progress_of(version: Version) -> str:
     what = f"version {version.number} (step {version.step})"
     if version.state == PUBLISHING:
         return f"{what} has {len(version.parts)} of {version.num_parts} parts"
-    if lost := version.lost:
+    if lost := sorted(version.lost):
         hosts = errors.capped(sorted({version.parts[client].host for client in lost} - {""}), SOME)
         clients = errors.capped([task_name(version.parts[client].who.job, client) for client in lost], SOME)
         return f"{what} was in the memory of {clients}{f' on {hosts}' if hosts else ''}, lost"
