@@ -60,8 +60,8 @@ def open_checkpoint(path: str | Location) -> Checkpoint:
             with translate_errors("read the manifest", folder, is_read=True):
                 data = folder.read_whole(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
             manifest = Manifest.from_bytes(data, f"{folder}/{MANIFEST_NAME}")
-            files = ManifestFiles(place.where, folder, manifest, is_remote=is_remote(place.where))
-            return Checkpoint(place.where, files, reopen)
+            own = ManifestFiles(place.where, folder, manifest, is_remote=is_remote(place.where))
+            return Checkpoint(place.where, own, reopen)
         except CheckpointError:
             # Still the same folder: the error is about this checkpoint, and another try would give it again.
             if is_last or str(place.locate()) == str(folder):

@@ -30,7 +30,7 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.live.feed_client import feed_client
 from dtckpt.checkpoint.live.version_checkpoint import index_digest
 from dtckpt.checkpoint.live.versions import (
-    Endpoint,
+    PartAddress,
     job_of_feed,
     location_of_version,
     save_of_version,
@@ -78,7 +78,7 @@ def default_folder() -> Path:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Version:
+class _BegunVersion:
     """A version whose elements are in memory, before its digests are taken.
 
     Args:
@@ -187,7 +187,7 @@ class Publisher:
         self._peers: Mapping[int, Peer] = {
             client: Peer(url, host, token, self._timeout_s) for client, (url, host, *_) in facts.items()
         }
-        self._endpoint = Endpoint(
+        self._endpoint = PartAddress(
             self._server.url, self._host, str(where), job_of_feed(self.name, self._coordination.member.job),
             self._folder.token(),
         )  # fmt: skip
@@ -268,7 +268,7 @@ class Publisher:
             handle.result()
         return handle
 
-    def _begin(self, tree: Any, step: int, collective: Collective, before: SaveHandle | None) -> _Version:
+    def _begin(self, tree: Any, step: int, collective: Collective, before: SaveHandle | None) -> _BegunVersion:
         """Copy this client's part, and agree with the others. Collective: as `publish`."""
         client, phases = collective.client, collective.phases
         phases.begin(location_of_version(self.name, step), is_shown=False)
@@ -307,7 +307,7 @@ class Publisher:
             number = json.loads(agreed.payloads[collective.leader])[0]
             self._next_number = number + 1
             save = save_of_version(self.name, number, step, len(collective.participants))
-            return _Version(save, agreed, part)
+            return _BegunVersion(save, agreed, part)
 
     def _take_memory(self, part: PartInProgress, plan: SavePlan, registry: FeedClient) -> None:
         """Take the file for a version; first free the versions that are retired and that no reader leases.
@@ -350,7 +350,7 @@ class Publisher:
         if self._server is not None:
             self._server.forget_part()
 
-    def _hold(self, version: _Version, collective: Collective) -> None:
+    def _hold(self, version: _BegunVersion, collective: Collective) -> None:
         """Take digests, and make the version readable. Collective: Over all clients; barrier ``live/held``."""
         save, plan, client, registry = version.save, version.agreed.plan, collective.client, self._registry
 
@@ -386,7 +386,7 @@ class Publisher:
         collective.phases.end()
         logger.info("%s is readable", title_of_version(self.name, save.number, save.step))
 
-    def _abort(self, version: _Version, cause: BaseException) -> None:
+    def _abort(self, version: _BegunVersion, cause: BaseException) -> None:
         """Let a version fail, and free its memory, unless readers may have it already."""
         number = version.save.number
         try:

@@ -11,9 +11,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from dtckpt.checkpoint.live.versions import KIND, Endpoint, location_of_version, save_of_version, title_of_version
+from dtckpt.checkpoint.live.versions import KIND, PartAddress, location_of_version, save_of_version, title_of_version
 from dtckpt.checkpoint.parts.host_folder import HostFolder
-from dtckpt.checkpoint.parts.part_files import Holder, PartCheckpoint, PartFiles
+from dtckpt.checkpoint.parts.part_files import PartCheckpoint, PartFiles, PartHolder
 from dtckpt.checkpoint.parts.peers import Peer
 from dtckpt.checkpoint.parts.records import PartIndex, SaveId
 from dtckpt.comm.background_threads import Pool
@@ -58,15 +58,15 @@ def open_version(lease: FeedLease, timeout_s: float) -> PartCheckpoint:
     return PartCheckpoint(files, location_of_version(lease.feed, lease.step), is_remote=is_remote)
 
 
-def _open_part(save: SaveId, part: FeedSource, timeout_s: float) -> tuple[PartIndex | None, Sequence[Holder], str]:
+def _open_part(save: SaveId, part: FeedSource, timeout_s: float) -> tuple[PartIndex | None, Sequence[PartHolder], str]:
     """Return the index of a client's part, where the part is, and why there is none."""
     failures: list[str] = []
-    endpoint = Endpoint.from_bytes(part.endpoint)
+    endpoint = PartAddress.from_bytes(part.endpoint)
     index: PartIndex | None = None
-    holders: list[Holder] = []
+    holders: list[PartHolder] = []
     folder = _folder_here(endpoint)
     peer = Peer(endpoint.url, endpoint.host, part.ticket.hex(), timeout_s)
-    for holder in [*([Holder(endpoint.host, folder)] if folder else []), Holder(endpoint.host, peer)]:
+    for holder in [*([PartHolder(endpoint.host, folder)] if folder else []), PartHolder(endpoint.host, peer)]:
         try:
             if index is None:
                 index = _read_index(holder, save, part)
@@ -76,7 +76,7 @@ def _open_part(save: SaveId, part: FeedSource, timeout_s: float) -> tuple[PartIn
     return index, holders, "" if index is not None else "; ".join(failures)
 
 
-def _read_index(holder: Holder, save: SaveId, part: FeedSource) -> PartIndex:
+def _read_index(holder: PartHolder, save: SaveId, part: FeedSource) -> PartIndex:
     source = holder.source
     files = [source.index_file(save, part.client)] if isinstance(source, HostFolder) else source.indexes(save)
     for file in files:
@@ -88,7 +88,7 @@ def _read_index(holder: Holder, save: SaveId, part: FeedSource) -> PartIndex:
     raise CheckpointCorruptError(f"the index of client {part.client} is not the one that it announced")
 
 
-def _folder_here(endpoint: Endpoint) -> HostFolder | None:
+def _folder_here(endpoint: PartAddress) -> HostFolder | None:
     """Return the folder of a part, if it is on this host."""
     if not endpoint.folder:
         return None

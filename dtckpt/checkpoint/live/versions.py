@@ -60,7 +60,7 @@ def parse_location(location: object) -> tuple[str, int | None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class PartAddress:
     """Where readers reach a client's part.
 
     Args:
@@ -83,7 +83,7 @@ class Endpoint:
         return data if len(data) <= MAX_ENDPOINT_BYTES else json.dumps([self.url, self.host, "", "", ""]).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Endpoint:
+    def from_bytes(cls, data: bytes) -> PartAddress:
         """Read a text. Raises: CheckpointCorruptError: It is malformed."""
         try:
             facts = json.loads(data)

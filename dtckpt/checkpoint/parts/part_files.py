@@ -73,7 +73,7 @@ class PartTraffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class PartHolder:
     """A host that holds parts.
 
     Args:
@@ -153,7 +153,7 @@ class PartFiles(CheckpointFiles):
         self,
         save: SaveId,
         indexes: Mapping[int, PartIndex],
-        holders: Mapping[int, Sequence[Holder]],
+        holders: Mapping[int, Sequence[PartHolder]],
         *,
         kind: str,
         title: str,

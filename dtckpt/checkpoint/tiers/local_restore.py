@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dtckpt.checkpoint.parts.host_folder import HostFolder
-from dtckpt.checkpoint.parts.part_files import Holder, PartCheckpoint, PartFiles
+from dtckpt.checkpoint.parts.part_files import PartCheckpoint, PartFiles, PartHolder
 from dtckpt.checkpoint.parts.records import PartCopy, PartIndex, SaveId
 from dtckpt.checkpoint.tiers.holdings import HeldSave, copies_to_make, hosts_to_ask
 from dtckpt.checkpoint.tiers.replicator import OutgoingPart
@@ -123,13 +123,13 @@ def _index_files(
         yield from ((None, file) for file in files)
 
 
-def _holders(joined: Joined, folder: HostFolder, hosts: Sequence[str], client: int) -> list[Holder]:
+def _holders(joined: Joined, folder: HostFolder, hosts: Sequence[str], client: int) -> list[PartHolder]:
     here = joined.tier.host_name
     others = [host for host in hosts if host != here]
     # Receivers spread over the hosts that hold a part.
     turn = (joined.client + client) % max(1, len(others))
-    own = [Holder(here, folder)] if here in hosts else []
-    return own + [Holder(host, joined.peer(host)) for host in others[turn:] + others[:turn]]
+    own = [PartHolder(here, folder)] if here in hosts else []
+    return own + [PartHolder(host, joined.peer(host)) for host in others[turn:] + others[:turn]]
 
 
 def note_restore(session: TierSession, held: HeldSave) -> None:

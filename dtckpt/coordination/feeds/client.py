@@ -48,7 +48,7 @@ RENEWALS = 3
 
 
 @dataclass(slots=True)
-class _Version:
+class _KeptVersion:
     """A version in this process's memory: what the coordinator was told of it."""
 
     announcement: pb.AnnounceRequest
@@ -62,7 +62,7 @@ class _Feed:
 
     request: pb.OpenFeedRequest
     keys: list[bytes] = field(default_factory=list)
-    versions: dict[int, _Version] = field(default_factory=dict)
+    versions: dict[int, _KeptVersion] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class FeedClient:
         with self._lock:
             request.is_rewound = answer.is_rewound
             opened = self._opened(feed)
-            opened.versions.setdefault(number, _Version(request))
+            opened.versions.setdefault(number, _KeptVersion(request))
             opened.request.last_number = max(opened.request.last_number, number)
         return answer
 
@@ -491,7 +491,7 @@ class FeedClient:
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
-    def _version(self, feed: str, number: int) -> _Version:
+    def _version(self, feed: str, number: int) -> _KeptVersion:
         with self._lock:
             version = self._opened(feed).versions.get(number)
         if version is None:
