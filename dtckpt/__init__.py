@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.converting.convert import convert
     from dtckpt.checkpoint.converting.report import ConvertReport
     from dtckpt.checkpoint.converting.shared_export import ExportOptions
+    from dtckpt.checkpoint.live.publisher import Publisher
+    from dtckpt.checkpoint.live.subscriber import LiveReport, LiveVersion, StagedVersion, Subscriber
     from dtckpt.checkpoint.managing.interval import AutoInterval, optimal_interval
     from dtckpt.checkpoint.managing.manager import CheckpointManager
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
     from dtckpt.checkpoint.managing.retention import Retention
-    from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
+    from dtckpt.checkpoint.open import open_checkpoint
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
     from dtckpt.checkpoint.per_client import PerClient
+    from dtckpt.checkpoint.reading.checkpoint import Checkpoint
     from dtckpt.checkpoint.reading.tensor_info import TensorInfo
     from dtckpt.checkpoint.reading.verify import VerifyReport
     from dtckpt.checkpoint.resharding.reshard import reshard
@@ -91,7 +94,10 @@ _MODULES = {
     "checkpoint.per_client": ("PerClient",),
     "checkpoint.tiers.local_restore": ("LocalRestore",),
     "checkpoint.tiers.options": ("LocalTier",),
-    "checkpoint.open": ("Checkpoint", "open_checkpoint"),
+    "checkpoint.open": ("open_checkpoint",),
+    "checkpoint.reading.checkpoint": ("Checkpoint",),
+    "checkpoint.live.publisher": ("Publisher",),
+    "checkpoint.live.subscriber": ("LiveReport", "LiveVersion", "StagedVersion", "Subscriber"),
     "checkpoint.reading.tensor_info": ("TensorInfo",),
     "checkpoint.restoring.restore": ("restore",),
     "checkpoint.rng_state": ("RngState",),
@@ -161,6 +167,8 @@ __all__ = [
     "EnumMember",
     "ExportOptions",
     "Layout",
+    "LiveReport",
+    "LiveVersion",
     "LocalRestore",
     "LocalTier",
     "Machine",
@@ -168,6 +176,7 @@ __all__ = [
     "Partial",
     "PerClient",
     "Placement",
+    "Publisher",
     "Region",
     "Replicate",
     "RestoreOptions",
@@ -181,6 +190,8 @@ __all__ = [
     "Shard",
     "Shards",
     "Simulation",
+    "StagedVersion",
+    "Subscriber",
     "TensorInfo",
     "TensorParts",
     "VerifyReport",

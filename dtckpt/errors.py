@@ -269,6 +269,30 @@ class JobNotFoundError(CoordinationError, LookupError):
     """The coordinator knows no such job."""
 
 
+class FeedConflictError(CoordinationError, ValueError):
+    """Clients say different things of one version of a feed, or ask for a step that its state does not allow."""
+
+
+class VersionGoneError(CoordinationError, LookupError):
+    """A version of a feed is retired or has failed, so no reader gets it any more."""
+
+
+class VersionTimeoutError(CoordinationError, TimeoutError):
+    """A feed had no version of the wanted kind in time."""
+
+
+class VersionLeasedError(CoordinationError):
+    """Readers hold leases on a version, or may hold some, so its memory must stay."""
+
+
+class SourceLostError(CoordinationError, ConnectionError):
+    """The clients that have the bytes of a version are lost."""
+
+
+class TicketError(CoordinationError, PermissionError):
+    """A ticket does not let its bearer read: it is forged, expired, or for another version."""
+
+
 # --- transfer between clients -----------------------------------------------------------------------------------
 
 

@@ -38,6 +38,7 @@ ELSEWHERE = {
     "docs/adopt.md": "tests/interop/test_adopt.py",
     "docs/contributing/cli_command.md": "tests/test_contributing.py",
     "docs/contributing/storage_back_end.md": "tests/test_contributing.py",
+    "docs/live.md": "tests/checkpoint/live/test_live.py",
     "docs/zarr.md": "tests/interop/test_zarr_docs.py",
 }
 

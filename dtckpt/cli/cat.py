@@ -25,7 +25,7 @@ from dtckpt.errors import ConfigError, TensorNotFoundError, capped, did_you_mean
 if TYPE_CHECKING:
     from dtckpt.checkpoint.inspecting.elements import Statistics
     from dtckpt.checkpoint.inspecting.selection import Selection
-    from dtckpt.checkpoint.open import Checkpoint
+    from dtckpt.checkpoint.reading.checkpoint import Checkpoint
     from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 
 MAX_SHOWN = 1000

@@ -15,7 +15,7 @@ from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.names import natural_key
 
 if TYPE_CHECKING:
-    from dtckpt.checkpoint.open import Checkpoint
+    from dtckpt.checkpoint.reading.checkpoint import Checkpoint
     from dtckpt.checkpoint.reading.tensor_info import TensorInfo
     from dtckpt.cli.name_groups import NameGroup
     from dtckpt.format.manifest import Costs, Manifest

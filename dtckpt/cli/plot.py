@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from dtckpt.checkpoint.open import Checkpoint
+    from dtckpt.checkpoint.reading.checkpoint import Checkpoint
     from dtckpt.checkpoint.reading.tensor_info import TensorInfo
     from dtckpt.cli.arguments import LayoutRules
     from dtckpt.layout.layout import Layout

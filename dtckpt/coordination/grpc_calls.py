@@ -30,6 +30,7 @@ from google.rpc.status_pb2 import Status
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
+from dtckpt._proto import feeds_pb2_grpc as feeds_pb_grpc
 from dtckpt.coordination import verdicts
 from dtckpt.coordination.grpc_credentials import PREFIX, Access
 
@@ -78,6 +79,7 @@ class _Connection:
     pid: int
     channel: grpc.Channel
     stub: pb_grpc.CoordinatorStub
+    feeds: feeds_pb_grpc.FeedsStub
 
 
 class Caller:
@@ -111,17 +113,19 @@ class Caller:
     def _raise_if_over(self) -> None:
         """Raise if no more calls shall be made. Does nothing here; `GrpcCoordination` overrides it."""
 
-    def _stub(self) -> pb_grpc.CoordinatorStub:
+    def _connected(self) -> _Connection:
         with self._lock:
             if self._connection is None or self._connection.pid != os.getpid():
                 channel = self._access.open_channel(self._address, OPTIONS)
-                self._connection = _Connection(os.getpid(), channel, pb_grpc.CoordinatorStub(channel))
-            return self._connection.stub
+                self._connection = _Connection(
+                    os.getpid(), channel, pb_grpc.CoordinatorStub(channel), feeds_pb_grpc.FeedsStub(channel)
+                )
+            return self._connection
 
     def _call_once(self, call: Callable[[pb_grpc.CoordinatorStub, float], T], timeout_s: float) -> T:
         """Make one call, once, and translate the coordinator's refusals; other failures stay RpcError."""
         try:
-            return call(self._stub(), timeout_s)
+            return call(self._connected().stub, timeout_s)
         except grpc.RpcError as error:
             raise_refusal(_status(error), error)
             if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # gRPC's own limit, on the size of a message
@@ -168,6 +172,27 @@ class Caller:
                     logger.warning("still trying to reach the coordinator at %s: %s", self._address, describe(error))
             time.sleep(pause_s)
         raise AssertionError("backoffs never end")
+
+    def call_feeds(
+        self,
+        call: Callable[[feeds_pb_grpc.FeedsStub, float], T],
+        within_s: float,
+        wait_s: float = 0.0,
+    ) -> T:
+        """Repeat a call about feeds until it is answered, as other calls are repeated.
+
+        Args:
+            call: Called with the stub and the seconds that it may take.
+            within_s: When to give up, in seconds from now.
+            wait_s: Seconds for which the coordinator is asked to wait.
+
+        Raises:
+            UnknownError: The coordinator does not know the task, feed, version or lease.
+            CoordinatorUnavailableError: It has not answered in time.
+            DtckptError: It refuses the call.
+        """
+        deadline = self._clock() + wait_s + within_s
+        return self._call(lambda _, seconds: call(self._connected().feeds, seconds), deadline, wait_s + CALL_TIMEOUT_S)
 
     def _job_pages(self, job: str, deadline: float) -> list[pb.GetJobResponse]:
         """Return all pages of the coordinator's answer about a job.

@@ -144,6 +144,11 @@ class GrpcCoordination(Caller):
                 self._heartbeat_thread.start()
         self._raise_if_over()
 
+    def register_again(self, within_s: float) -> None:
+        """Register once more, as the coordinator has lost its state; heartbeats would do so a moment later."""
+        self._was_forgotten = True
+        self._announce(self._clock() + within_s)
+
     def _announce(self, deadline: float) -> None:
         request = pb.RegisterRequest(
             task=self._identity,

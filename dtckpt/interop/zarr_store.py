@@ -17,7 +17,8 @@ import numpy as np
 from zarr.abc.store import ByteRequest, OffsetByteRequest, RangeByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype, default_buffer_prototype
 
-from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.open import open_checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.saving.chunk_grid import choose_grid
 from dtckpt.errors import CheckpointConflictError, ConfigError

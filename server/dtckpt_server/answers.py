@@ -99,7 +99,7 @@ def _verdict(barrier: Barrier, *, collect: bool) -> pb.Verdict:
 # --- page by page -----------------------------------------------------------------------------------------------------
 
 
-class _Page:
+class Page:
     """Counts the size of a page."""
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ def job_page(job: Job, token: str, now: float) -> pb.GetJobResponse:
         ConfigError: This function did not make the token.
     """
     next_task, last_serial = _position(token)
-    answer, page = pb.GetJobResponse(num_clients=job.num_clients, attempt=job.attempt), _Page()
+    answer, page = pb.GetJobResponse(num_clients=job.num_clients, attempt=job.attempt), Page()
     for number in range(next_task, job.num_clients):
         if page.is_full:
             answer.next_page_token = f"{number}.{last_serial}"
@@ -153,7 +153,7 @@ def _position(token: str) -> tuple[int, int]:
 
 def jobs_page(jobs: Iterable[Job], token: str) -> pb.ListJobsResponse:
     """Return a page of jobs in the order of their names: the first ones after the name in the token."""
-    answer, page = pb.ListJobsResponse(), _Page()
+    answer, page = pb.ListJobsResponse(), Page()
     later = heapq.nsmallest(PAGE_ENTRIES + 1, (job for job in jobs if job.name > token), key=lambda job: job.name)
     for job in later:
         if page.is_full:

@@ -9,20 +9,13 @@ from dataclasses import dataclass
 
 from dtckpt import errors
 from dtckpt.coordination import barrier_texts
+from dtckpt.coordination.feeds.events import FeedEvent
+from dtckpt.coordination.task_identity import Identity
 
 MAX_NAME_BYTES = 256
 MAX_TOPIC_BYTES = 256
 MAX_PAYLOAD_BYTES = 4096
 MAX_TIMEOUT_S = 7 * 86400.0
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """One life of one task."""
-
-    job: str
-    task: int
-    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,4 +193,4 @@ class Tick:
     """Time has passed: judge heartbeats and deadlines. Happens several times a second."""
 
 
-Event = Register | Heartbeat | Leave | Arrive | Cancel | Tick
+Event = Register | Heartbeat | Leave | Arrive | Cancel | Tick | FeedEvent

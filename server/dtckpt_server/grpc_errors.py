@@ -16,6 +16,7 @@ from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from dtckpt import errors
+from dtckpt.coordination.feeds.rules import FeedLimitError, NotKnownError
 from dtckpt_server import rules
 from dtckpt_server.quotas import LimitError
 from dtckpt_server.tokens import UnauthenticatedError
@@ -33,9 +34,15 @@ KINDS: dict[type[BaseException], tuple[grpc.StatusCode, str]] = {
     errors.ConfigError: (_Codes.INVALID_ARGUMENT, "REQUEST_INVALID"),
     rules.UnknownError: (_Codes.NOT_FOUND, "NOT_KNOWN"),
     rules.HeldError: (_Codes.ABORTED, "PLACE_HELD"),
+    NotKnownError: (_Codes.NOT_FOUND, "FEED_NOT_KNOWN"),
     LimitError: (_Codes.RESOURCE_EXHAUSTED, "LIMIT_REACHED"),
+    FeedLimitError: (_Codes.RESOURCE_EXHAUSTED, "FEED_LIMIT_REACHED"),
     errors.FencedError: (_Codes.FAILED_PRECONDITION, "FENCED"),
     errors.BarrierConflictError: (_Codes.FAILED_PRECONDITION, "BARRIER_CONFLICT"),
+    errors.FeedConflictError: (_Codes.FAILED_PRECONDITION, "FEED_CONFLICT"),
+    errors.VersionGoneError: (_Codes.FAILED_PRECONDITION, "VERSION_GONE"),
+    errors.VersionLeasedError: (_Codes.FAILED_PRECONDITION, "VERSION_LEASED"),
+    errors.SourceLostError: (_Codes.FAILED_PRECONDITION, "SOURCE_LOST"),
     errors.CoordinatorUnavailableError: (_Codes.UNAVAILABLE, "NOT_NOW"),
     BaseException: (_Codes.INTERNAL, "INTERNAL"),
 }

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from dtckpt._proto import coordinator_pb2 as pb
-from dtckpt_server.events import Identity
+from dtckpt.coordination.task_identity import Identity
 
 logger = logging.getLogger("dtckpt_server")
 

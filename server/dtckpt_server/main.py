@@ -119,7 +119,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--tls-cert", type=_FILE, help="Certificate with its chain (PEM); read again when it changes.")
 @click.option("--tls-key", type=_FILE, help="Its private key (PEM).")
 @click.option("--client-ca", type=_FILE, help="Ask clients for a certificate of these authorities (PEM).")
-@click.option("--tokens-file", type=_FILE, help="Lines 'JOB TOKEN'; job * may look at all. Read again every 10 s.")
+@click.option(
+    "--tokens-file",
+    type=_FILE,
+    help="Lines 'JOB TOKEN [reads=FEEDS] [publishes=FEEDS]'; job * may look at all. Read again every 10 s.",
+)
 @click.option(
     "--health-port",
     type=_PORT,

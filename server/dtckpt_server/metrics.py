@@ -10,13 +10,14 @@ import asyncio
 import json
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 
 import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dtckpt.coordination.feeds.state import VERSION_STATES, Feed
 from dtckpt.errors import FencedError
 from dtckpt_server.rules import HeldError, Rules
 from dtckpt_server.state import Job, Transition
@@ -70,6 +71,8 @@ class Metrics:
         self._refused = self._counter("refused_calls", "Calls that ended with an error, by status code.", "code")
         self._quotas = self._counter("quota_refusals", "Calls that a quota of their owner refused.", "quota")
         self._barriers = self._counter("barriers", "Barriers that were decided.", "job", "kind", "outcome")
+        self._versions = self._counter("feed_version_changes", "Versions that became so.", "change")
+        self._leases = self._counter("feed_leases_ended", "Leases that ended without their readers.", "outcome")
         self._duration = self._histogram("barrier_duration", "First arrival to verdict.", BARRIER_SECONDS, "kind")
         self._skew = self._histogram("barrier_skew", "First arrival to last.", BARRIER_SECONDS, "kind")
         self._lag = self._histogram("event_loop_lag", "How late the event loop came to its tick.", LAG_SECONDS)
@@ -77,7 +80,8 @@ class Metrics:
         self._room = MAX_SERIES_NBYTES
         self._rules, self._version, self._clock = rules, version, clock
         self._started_at = time.time()
-        counters = self._lost, self._fenced, self._refused, self._quotas, self._barriers
+        of_feeds = self._versions, self._leases
+        counters = self._lost, self._fenced, self._refused, self._quotas, self._barriers, *of_feeds
         self._counted: tuple[Collector, ...] = (*counters, self._duration, self._skew, self._lag)
         self.registry.register(_Collected(lambda: _finish(self._look())))
 
@@ -114,6 +118,10 @@ class Metrics:
                 self._room += sum(_nbytes(job, series) for series in self._series.pop(job, ()))
                 for counter in (self._lost, self._barriers):
                     counter.remove_by_labels({"job": job})
+            case "lease_ended":
+                self._leases.labels(facts["outcome"]).inc()
+            case "version_readable" | "version_retired" | "version_lost" | "version_failed" as change:
+                self._versions.labels(change.removeprefix("version_")).inc()
             case _:
                 self._label(job)
 
@@ -152,7 +160,26 @@ class Metrics:
             InfoMetricFamily(PREFIX + "build", "The coordinator's version.", {"version": self._version}),
             GaugeMetricFamily(start, "When this life of the coordinator began.", self._started_at),
             *totals.families(),
+            *_of_feeds(self._rules().feeds.feeds.values(), now),
         ]
+
+
+def _of_feeds(feeds: Collection[Feed], now: float) -> Iterator[Metric]:
+    """Count the feeds, their versions by state, leases and holders; and how old the feeds' newest versions are."""
+    versions = [version for feed in feeds for version in feed.versions.values()]
+    states = Tally(version.state for version in versions)
+    by_state = GaugeMetricFamily(PREFIX + "feed_versions", "Versions that have not ended, by state.", labels=("state",))
+    for state in VERSION_STATES:
+        by_state.add_metric((state,), states[state])
+    newest = [version for feed in feeds if (version := feed.newest) is not None]
+    age_s = max((now - (version.readable_at or now) for version in newest), default=0.0)
+    num_leases = sum(len(version.leases) for version in versions)
+    num_holders = sum(len(version.holders) for version in versions)
+    yield by_state
+    yield GaugeMetricFamily(PREFIX + "feeds", "Feeds that are open.", len(feeds))
+    yield GaugeMetricFamily(PREFIX + "feed_leases", "Live leases of readers.", num_leases)
+    yield GaugeMetricFamily(PREFIX + "feed_holders", "Clients of readers that serve a version on.", num_holders)
+    yield GaugeMetricFamily(PREFIX + "feed_age_max_seconds", "Age of the oldest of the feeds' newest versions.", age_s)
 
 
 def _finish(looking: Iterator[list[Metric] | None]) -> list[Metric]:

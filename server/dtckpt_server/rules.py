@@ -1,4 +1,4 @@
-"""The coordinator's rules: which tasks are alive, which have arrived at which barrier, and the verdicts.
+"""The coordinator's rules: which tasks are alive, which have arrived at which barrier, the verdicts, and feeds.
 
 Pure: no clock, no I/O, no randomness. One function changes the state::
 
@@ -15,6 +15,9 @@ Invariants; ``tests/server/coordinator_simulation.py`` checks the first three af
 * A call gets the round that it has joined, however often it is repeated.
 * Memory is bounded: everything that is kept is counted in `Memory` before it is kept.
 
+Feeds have their own rules, `dtckpt.coordination.feeds.rules`, which also run without a coordinator. They learn here
+which tasks are gone.
+
 A restarted coordinator starts empty and needs no special rule. The coordinator learns of a task when the task
 registers, and grants it a full heartbeat timeout from then on.
 """
@@ -28,6 +31,9 @@ from itertools import chain, islice
 from dtckpt import errors
 from dtckpt.coordination import barrier_rules, barrier_texts
 from dtckpt.coordination.barrier_texts import task_name
+from dtckpt.coordination.feeds.events import FeedAnswer, FeedEvent
+from dtckpt.coordination.feeds.rules import FeedRules
+from dtckpt.coordination.task_identity import Identity
 from dtckpt_server import descriptions, failures
 from dtckpt_server.events import (
     MAX_NAME_BYTES,
@@ -35,7 +41,6 @@ from dtckpt_server.events import (
     Cancel,
     Event,
     Heartbeat,
-    Identity,
     Leave,
     Members,
     Register,
@@ -87,6 +92,7 @@ def apply(rules: Rules, event: Event, now: float) -> tuple[Rules, Effects]:
         rules._accept(event, now)
     except errors.DtckptError as refusal:
         effects.refusal = refusal
+    rules._take_changes_of_feeds()
     return rules, effects
 
 
@@ -105,6 +111,7 @@ class Rules:
         self.memory = Memory(quotas)
         self.jobs = self.memory.jobs
         self._barriers = self.memory.barriers
+        self.feeds = FeedRules(heartbeat_timeout_s, self._account)
         self._unjudged: deque[Job] = deque()
         self._serial = 0
         self._ticked_at: float | None = None
@@ -124,6 +131,8 @@ class Rules:
                 self._cancel(event, now)
             case Tick():
                 self._tick(now)
+            case _:
+                self._effects.feed_answer = self._feed(event, now)
 
     # --- tasks --------------------------------------------------------------------------------------------------
 
@@ -163,6 +172,8 @@ class Rules:
         if task is None:
             self.memory.make_room(job, TASK_NBYTES)
             self.memory.resize(job, TASK_NBYTES)
+        else:
+            self.feeds.gone(job.name, (task.number,), "another process has its place")
         task = Task(who.task, who.incarnation, attempt, event.host, now, progressed_at=now, report=event.report)
         job.heard_at = now
         job.tasks.place(task, REGISTERED)
@@ -199,6 +210,7 @@ class Rules:
         for barrier in list(job.open.values()):
             self._decide(barrier, failures.fenced(barrier.name, job.name, attempt), now)
         self._effects.superseded = attempt
+        self.feeds.gone(job.name, None, f"attempt {attempt} has begun")
         num_tasks = len(job.tasks)
         job.tasks.fence(num_clients)
         self.memory.resize(job, (len(job.tasks) - num_tasks) * TASK_NBYTES)
@@ -253,6 +265,7 @@ class Rules:
             return
         job.tasks.place(task, LEFT)
         self._log_task("left", job, task, "left")
+        self.feeds.gone(job.name, (task.number,), "has left")
         for barrier in [barrier for barrier in job.open.values() if barrier.waits_for(task.number)]:
             self._note_known(barrier, [task.number])  # if the task comes back, it comes for another round
         self._fail_without(job, [task.number], now)
@@ -517,6 +530,27 @@ class Rules:
         self._effects.decided.append(barrier.barrier_id)
         self._effects.log.append(descriptions.verdict_transition(barrier, now))
 
+    # --- feeds --------------------------------------------------------------------------------------------------
+
+    def _feed(self, event: FeedEvent, now: float) -> FeedAnswer:
+        job, task = self._task(event.who)
+        self._revive(job, task, now)
+        return self.feeds.accept(event, now)
+
+    def _account(self, job_name: str, nbytes: int, what: str) -> None:
+        """Count memory of feeds for the job that needs it."""
+        job = self.jobs[job_name]
+        if nbytes > 0:
+            self.memory.make_room(job, nbytes, what)
+        self.memory.resize(job, nbytes)
+
+    def _take_changes_of_feeds(self) -> None:
+        for note in self.feeds.notes:
+            self._log(note.event, note.text, **note.facts)
+        self._effects.changed_feeds = set(self.feeds.changed)
+        self.feeds.notes.clear()
+        self.feeds.changed.clear()
+
     # --- time ---------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
@@ -526,6 +560,8 @@ class Rules:
             # In order of silence, so each queue of `Tasks` stays in the order in which its tasks were heard.
             for task in chain.from_iterable(job.tasks.longest_silent() for job in self.jobs.values()):
                 task.heard_at = min(now, task.heard_at + pause)
+            self.feeds.pause(pause)
+        has_more_feeds = self.feeds.tick(now)
         self.memory.forget_old(now)
         if not self._unjudged:
             self._unjudged.extend(self.jobs.values())
@@ -538,7 +574,7 @@ class Rules:
             num_judged += num_of_job
             if num_judged >= MAX_JUDGED:
                 break
-        self._effects.is_unfinished = bool(self._unjudged)
+        self._effects.is_unfinished = bool(self._unjudged) or has_more_feeds
 
     def _judge(self, job: Job, now: float) -> int:
         """Find silent tasks and passed deadlines of a job, some at a time; return how many were judged."""
@@ -560,6 +596,7 @@ class Rules:
                 self._log_task("suspect", job, task, f"is suspect: silent for {silent_s:.1f} s")
         if lost:
             self._fail_without(job, sorted(lost), now)
+            self.feeds.gone(job.name, frozenset(lost), f"sent no heartbeat for {self.heartbeat_timeout_s:g} s")
         for barrier in [barrier for barrier in job.open.values() if barrier.missed is not None]:
             self._end_late(barrier, now)
         due = list(islice((barrier for barrier in job.open.values() if now >= barrier.deadline), MAX_DUE))
@@ -568,12 +605,14 @@ class Rules:
             waiting_for, missing = self.waiting_for(barrier, now), barrier.missing(MAX_NAMED)
             failure = failures.timed_out(barrier.name, barrier.timeout_s, *counts, waiting_for, missing=missing)
             self._decide(barrier, failure, now)
-        is_over = not job.tasks.num_alive and not job.open and not job.verdicts and now - job.heard_at > KEPT_VERDICTS_S
+        is_idle = not job.tasks.num_alive and not job.open and not job.verdicts
+        is_over = is_idle and now - job.heard_at > KEPT_VERDICTS_S and not self.feeds.is_needed(job.name)
         if is_over:
             self._end(job)
         return len(late) + len(due) + is_over
 
     def _end(self, job: Job) -> None:
+        self.feeds.forget(job.name)
         self.memory.remove_job(job)
         self._log("job_over", f"job {job.name!r} is over", job=job.name)
 

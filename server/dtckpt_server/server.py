@@ -13,8 +13,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
+from dtckpt._proto import feeds_pb2 as feeds_pb
+from dtckpt._proto import feeds_pb2_grpc as feeds_pb_grpc
 from dtckpt._proto import require
 from dtckpt.errors import ConfigError
+from dtckpt_server.feed_service import FeedService
 from dtckpt_server.handlers import add_handlers
 from dtckpt_server.quotas import DEFAULTS, Quotas
 from dtckpt_server.rules import MAX_CLIENTS, MAX_PAUSE_S, Rules
@@ -30,6 +33,7 @@ STOP_GRACE_S = 2.0
 RELOAD_S = 10.0
 """How often the file of tokens is read again."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Coordinator"].full_name
+FEEDS_NAME = feeds_pb.DESCRIPTOR.services_by_name["Feeds"].full_name
 HEALTH_NAMES = ("", SERVICE_NAME, "liveness", "readiness")
 MAX_MESSAGE_NBYTES = (64 << 10) + 3 * MAX_CLIENTS
 """Largest request: an arrival that names every client of the largest job (a varint below 2^21 takes 3 bytes)."""
@@ -117,6 +121,8 @@ class Server:
         config = self._config
         refuse = self._service.refuse
         add_handlers(pb_grpc.add_CoordinatorServicer_to_server, self._service, self._server, refuse)
+        feeds = FeedService(self._service)
+        add_handlers(feeds_pb_grpc.add_FeedsServicer_to_server, feeds, self._server, refuse)
         add_handlers(health_pb2_grpc.add_HealthServicer_to_server, self._health, self._server, refuse)
         if config.reflection:
             self._reflect()
@@ -143,7 +149,9 @@ class Server:
         require("grpc_reflection.v1alpha.reflection_pb2")
         from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-        servicer = reflection.aio.ReflectionServicer((SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME))
+        servicer = reflection.aio.ReflectionServicer(
+            (SERVICE_NAME, FEEDS_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        )
         add = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
         add_handlers(add, servicer, self._server, self._service.refuse)
 

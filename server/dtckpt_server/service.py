@@ -17,9 +17,9 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from google.rpc.status_pb2 import Status
@@ -27,6 +27,8 @@ from google.rpc.status_pb2 import Status
 from dtckpt import __version__, errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
+from dtckpt._proto import feeds_pb2 as feeds_pb
+from dtckpt.coordination.task_identity import Identity
 from dtckpt_server import descriptions, rules
 from dtckpt_server.answers import MAX_PAGE_NBYTES, Answers, barrier_status, failure_message, job_page, jobs_page
 from dtckpt_server.chores import Chores
@@ -36,7 +38,6 @@ from dtckpt_server.events import (
     Cancel,
     Event,
     Heartbeat,
-    Identity,
     Leave,
     Register,
     TaskProgress,
@@ -69,11 +70,19 @@ REFUSAL_LOG_S = 1.0
 """Least time between two log lines about calls that were refused with the same code."""
 
 
-def _answers(handler: Handler[Response]) -> Handler[Response]:
+class Service(Protocol):
+    """A service whose handlers `answered` wraps."""
+
+    def turn(self, request: Any, context: Any) -> AbstractAsyncContextManager[None]: ...
+
+    async def refuse(self, method: str, error: BaseException, context: Any) -> None: ...
+
+
+def answered(handler: Handler[Response]) -> Handler[Response]:
     """Make a handler refuse calls that may not be made, and answer errors of the rules with a status."""
 
     @functools.wraps(handler)
-    async def answer(self: CoordinatorService, request: Any, context: Any) -> Response:
+    async def answer(self: Service, request: Any, context: Any) -> Response:
         error: BaseException
         try:
             if context.time_remaining() is None:
@@ -129,18 +138,20 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
 
     async def tick(self) -> None:
         """Let the rules judge heartbeats and deadlines, in steps between which other calls get their turns."""
-        while self._apply(Tick()).is_unfinished:
+        while self.apply(Tick()).is_unfinished:
             await asyncio.sleep(0)
 
-    def _apply(self, event: Event) -> Effects:
+    def apply(self, event: Event) -> Effects:
         """Let an event happen and begin to carry out its effects.
 
         Raises:
             DtckptError: The rules refuse the event.
         """
         self.rules, effects = rules.apply(self.rules, event, self.clock())
-        if effects.log:  # no effect comes without a log entry
+        if effects.log:  # no effect on tasks and barriers comes without a log entry
             self._begin_to_tell(event, effects)
+        if effects.changed_feeds:
+            self._chores.add("", self._wake([waits_for_feed(name) for name in effects.changed_feeds]))
         if self._is_draining and not self.rules.memory.num_open_barriers:
             self._is_idle.set()
         if effects.refusal is not None:
@@ -216,6 +227,14 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         if is_ending:
             raise _stopping()
 
+    def refuse_if_stopping(self) -> None:
+        """Refuse a call that would wait, if no call waits any more.
+
+        Raises:
+            CoordinatorUnavailableError: The coordinator stops.
+        """
+        self._refuse_if(self._is_stopping)
+
     # --- for every call -----------------------------------------------------------------------------------------
 
     def use_tokens(self, tokens: Tokens | None) -> None:
@@ -231,20 +250,21 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         Raises:
             CoordinatorPermissionError: The token does not fit.
         """
-        if isinstance(request, pb.ListJobsRequest):
-            return self._opener(context)
+        if isinstance(request, pb.ListJobsRequest | feeds_pb.ListFeedsRequest):
+            return self.opener(context)
         only_looks = isinstance(request, pb.GetJobRequest | pb.GetBarrierRequest)
         job = request.job if only_looks else request.task.job
         if self.tokens is not None:
-            self.tokens.authorize(_authorization(context), job, only_looks=only_looks)
-        return self._owner(job)
+            self.tokens.authorize(authorization(context), job, only_looks=only_looks)
+        return self.owner(job)
 
-    def _owner(self, job: str) -> str:
+    def owner(self, job: str) -> str:
+        """Return whose quotas a job counts for."""
         return owner_by_name(job) if self.tokens is None else self.tokens.owner(job)
 
-    def _opener(self, context: Any) -> str:
+    def opener(self, context: Any) -> str:
         """Return whose quotas a call counts for of which only the metadata is known."""
-        return NOBODY if self.tokens is None else min(self.tokens.visible(_authorization(context)))
+        return NOBODY if self.tokens is None else min(self.tokens.visible(authorization(context)))
 
     @asynccontextmanager
     async def turn(self, request: Any, context: Any) -> AsyncIterator[None]:
@@ -280,11 +300,11 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
 
     # --- tasks --------------------------------------------------------------------------------------------------
 
-    @_answers
+    @answered
     async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
         self._refuse_if(self._is_draining)
-        who = _identity(request.task)
-        self._apply(
+        who = to_identity(request.task)
+        self.apply(
             Register(
                 who,
                 request.num_clients,
@@ -292,7 +312,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
                 request.host[:MAX_HOST_CHARS],
                 request.job_name,
                 _report(request.report),
-                self._owner(who.job),
+                self.owner(who.job),
             )
         )
         return pb.RegisterResponse(
@@ -302,9 +322,9 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             task_name=self.rules.jobs[who.job].full_task_name(who.task),
         )
 
-    @_answers
+    @answered
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatResponse:
-        self._apply(Heartbeat(_identity(request.task), _progress(request.progress), _report(request.report)))
+        self.apply(Heartbeat(to_identity(request.task), _progress(request.progress), _report(request.report)))
         return pb.HeartbeatResponse(coordinator_incarnation=self.rules.incarnation, draining=self._is_draining)
 
     async def HeartbeatStream(  # type: ignore[override]  # it writes to its stream itself, which the stubs do not know
@@ -313,7 +333,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         stream, who = Stream(context), None
         try:
             with ExitStack() as counted:
-                counted.enter_context(self._turns.stream(self._opener(context)))
+                counted.enter_context(self._turns.stream(self.opener(context)))
                 # While the first message is on its way with them, gRPC takes no status: the client would hang.
                 await context.send_initial_metadata(())
                 async for request in request_iterator:
@@ -325,7 +345,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
                         stream.owner = owner
                     await self._turns.take(owner)
                     if who is None or not has_arrival:  # an arrival is a sign of life, too
-                        self._apply(Heartbeat(speaker, _progress(request.progress), _report(request.report)))
+                        self.apply(Heartbeat(speaker, _progress(request.progress), _report(request.report)))
                     if who is None:
                         who = speaker
                         self._streams.add(who, stream)
@@ -377,17 +397,17 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             refusal=refusal,
         )
 
-    @_answers
+    @answered
     async def Leave(self, request: pb.LeaveRequest, context: Any) -> pb.LeaveResponse:
-        self._apply(Leave(_identity(request.task)))
+        self.apply(Leave(to_identity(request.task)))
         return pb.LeaveResponse(coordinator_incarnation=self.rules.incarnation)
 
     # --- barriers -----------------------------------------------------------------------------------------------
 
-    @_answers
+    @answered
     async def Arrive(self, request: pb.ArriveRequest, context: Any) -> pb.ArriveResponse:
         barrier = await self._arrive(request)
-        await self._make_room(request.task.job, barrier.payload_nbytes if request.collect else 0, context)
+        await self.make_room(request.task.job, barrier.payload_nbytes if request.collect else 0, context)
         return self._answers.of(barrier, self.rules.incarnation, collect=request.collect)
 
     async def _arrive(self, request: pb.ArriveRequest) -> Barrier:
@@ -395,7 +415,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         self._refuse_if(self._is_draining and not self._has_begun(request))
         vote = request.vote
         arrival = Arrive(
-            who=_identity(request.task),
+            who=to_identity(request.task),
             name=request.name,
             call=request.call,
             participants=tuple(request.participants),
@@ -412,7 +432,7 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
             was_cut_off=request.was_cut_off,
             report=_report(request.report),
         )
-        barrier = self._apply(arrival).barrier
+        barrier = self.apply(arrival).barrier
         assert barrier is not None  # noqa: S101  an arrival that is not refused has one
         if request.max_wait_s > 0:
             await self._decision(barrier, request.max_wait_s)
@@ -423,11 +443,11 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
         latest = job.latest_of_name.get(request.name) if job else None
         return bool(request.operation) or (latest is not None and latest.is_open)
 
-    @_answers
+    @answered
     async def Await(self, request: pb.AwaitRequest, context: Any) -> pb.AwaitResponse:
         barrier = self.rules.barrier(request.task.job, request.barrier_id)
         await self._decision(barrier, request.max_wait_s)
-        await self._make_room(request.task.job, barrier.payload_nbytes if request.collect else 0, context)
+        await self.make_room(request.task.job, barrier.payload_nbytes if request.collect else 0, context)
         return pb.AwaitResponse(
             coordinator_incarnation=self.rules.incarnation,
             verdict=self._answers.of(barrier, self.rules.incarnation, collect=request.collect).verdict,
@@ -437,55 +457,70 @@ class CoordinatorService(pb_grpc.CoordinatorServicer):
     async def _decision(self, barrier: Barrier, max_wait_s: float) -> None:
         """Wait until the barrier is decided, at most ``max_wait_s`` and `MAX_WAIT_S`."""
         if barrier.is_open:
-            self._refuse_if(self._is_stopping)
-            loop = asyncio.get_running_loop()
-            waiter: asyncio.Future[None] = loop.create_future()
-            # 0.0 comes first, for max() keeps its first argument beside a NaN, which would disorder the loop's timers.
-            timer = loop.call_later(min(max(0.0, max_wait_s), MAX_WAIT_S), _release, waiter)
-            waiters = self._waiters.setdefault(barrier.barrier_id, set())
-            waiters.add(waiter)
-            try:
-                await waiter
-            finally:
-                timer.cancel()
-                waiters.discard(waiter)
+            await self.wait_for(barrier.barrier_id, max_wait_s)
         if barrier.is_open:
-            self._refuse_if(self._is_stopping)
+            self.refuse_if_stopping()
 
-    async def _make_room(self, job: str, nbytes: int, context: Any) -> None:
+    async def wait_for(self, what: str, max_wait_s: float) -> None:
+        """Wait until a barrier is decided or a feed changes, at most ``max_wait_s`` and `MAX_WAIT_S`.
+
+        Args:
+            what: Id of a barrier, or `waits_for_feed`.
+            max_wait_s: Seconds.
+        """
+        self.refuse_if_stopping()
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+        # 0.0 comes first, for max() keeps its first argument beside a NaN, which would disorder the loop's timers.
+        timer = loop.call_later(min(max(0.0, max_wait_s), MAX_WAIT_S), _release, waiter)
+        waiters = self._waiters.setdefault(what, set())
+        waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            waiters.discard(waiter)
+            if not waiters and self._waiters.get(what) is waiters:
+                del self._waiters[what]  # a feed may never change, and clients may ask for any name
+
+    async def make_room(self, job: str, nbytes: int, context: Any) -> None:
         """Wait until a large answer may be made; clients of the job's owner may have many to read."""
         if nbytes:
-            await self._outgoing.begin_call(self._owner(job), nbytes, context)
+            await self._outgoing.begin_call(self.owner(job), nbytes, context)
 
-    @_answers
+    async def make_room_for_page(self, context: Any) -> None:
+        """Wait until a page may be made for a client of which only the metadata is known."""
+        await self._outgoing.begin_call(self.opener(context), MAX_PAGE_NBYTES, context)
+
+    @answered
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
-        self._apply(Cancel(_identity(request.task), request.barrier_id, request.reason))
+        self.apply(Cancel(to_identity(request.task), request.barrier_id, request.reason))
         return pb.CancelResponse(coordinator_incarnation=self.rules.incarnation)
 
     # --- looking in ---------------------------------------------------------------------------------------------
 
-    @_answers
+    @answered
     async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:
         job = self.rules.jobs.get(request.job)
         if job is None:
             raise rules.UnknownError(f"no job {request.job!r} has registered")
-        await self._make_room(request.job, MAX_PAGE_NBYTES, context)
+        await self.make_room(request.job, MAX_PAGE_NBYTES, context)
         answer = job_page(job, request.page_token, self.clock())
         answer.coordinator_incarnation = self.rules.incarnation
         return answer
 
-    @_answers
+    @answered
     async def GetBarrier(self, request: pb.GetBarrierRequest, context: Any) -> pb.GetBarrierResponse:
         barrier = self.rules.barrier(request.job, request.barrier_id)
-        await self._make_room(request.job, MAX_PAGE_NBYTES, context)
+        await self.make_room(request.job, MAX_PAGE_NBYTES, context)
         status = barrier_status(barrier, self.clock(), rules.MAX_CLIENTS)
         return pb.GetBarrierResponse(coordinator_incarnation=self.rules.incarnation, barrier=status)
 
-    @_answers
+    @answered
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:
-        visible = {ANY_JOB} if self.tokens is None else self.tokens.visible(_authorization(context))
+        visible = {ANY_JOB} if self.tokens is None else self.tokens.visible(authorization(context))
         jobs = (job for job in self.rules.jobs.values() if ANY_JOB in visible or job.name in visible)
-        await self._outgoing.begin_call(self._opener(context), MAX_PAGE_NBYTES, context)
+        await self.make_room_for_page(context)
         answer = jobs_page(jobs, request.page_token)
         answer.coordinator_incarnation = self.rules.incarnation
         return answer
@@ -514,8 +549,14 @@ def _crowded() -> errors.CoordinatorUnavailableError:
     return errors.CoordinatorUnavailableError("too much waits on this heartbeat stream; read it, and repeat")
 
 
-def _authorization(context: Any) -> str:
+def authorization(context: Any) -> str:
+    """Return the call's ``authorization`` metadata, "" if it has none."""
     return str(next((value for key, value in context.invocation_metadata() or () if key == "authorization"), ""))
+
+
+def waits_for_feed(name: str) -> str:
+    """Return the key of the calls that wait for a change of a feed; ids of barriers have no blanks."""
+    return f"feed {name}"
 
 
 def _release(waiter: asyncio.Future[None]) -> None:
@@ -523,7 +564,12 @@ def _release(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-def _identity(task: pb.TaskIdentity) -> Identity:
+def to_identity(task: pb.TaskIdentity) -> Identity:
+    """Return the identity in a message.
+
+    Raises:
+        ConfigError: The name of the job is too long.
+    """
     if len(task.job.encode()) > MAX_NAME_BYTES:
         raise errors.ConfigError(f"job name is too long: at most {MAX_NAME_BYTES} bytes fit")
     return Identity(task.job, task.task, task.incarnation)
@@ -535,7 +581,7 @@ def _progress(progress: pb.Progress) -> TaskProgress:
 
 def _speaker(request: pb.HeartbeatStreamRequest, who: Identity | None) -> Identity:
     """Return the task that sent a message on a stream; it must have sent the earlier messages, too."""
-    speaker = _identity(request.task)
+    speaker = to_identity(request.task)
     if who not in (None, speaker) or (request.HasField("arrival") and request.arrival.task != request.task):
         raise errors.ConfigError("a heartbeat stream is for one task; open another for another task")
     return speaker

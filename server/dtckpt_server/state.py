@@ -8,7 +8,8 @@ from itertools import islice
 from typing import TypeVar
 
 from dtckpt import errors
-from dtckpt_server.events import Identity
+from dtckpt.coordination.feeds.events import FeedAnswer
+from dtckpt.coordination.task_identity import Identity
 from dtckpt_server.failures import Failure
 from dtckpt_server.tasks import LEFT, Tasks
 
@@ -158,6 +159,8 @@ class Effects:
 
     refusal: errors.DtckptError | None = None  # the answer, if the event could not be accepted
     barrier: Barrier | None = None  # where an `Arrive` arrived
+    feed_answer: FeedAnswer = None  # the answer to an event about a feed
+    changed_feeds: set[str] = field(default_factory=set)  # feeds whose waiting readers should ask again
     decided: list[str] = field(default_factory=list)  # barrier ids
     failed: list[Barrier] = field(default_factory=list)  # the decided ones whose participants need a notice
     fenced: list[tuple[Identity, str]] = field(default_factory=list)  # processes to tell that they are fenced, and why

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 from prometheus_client.exposition import choose_encoder
 
+from dtckpt import errors
+from dtckpt.coordination.feeds.state import Feed, Version
 from dtckpt_server.metrics import Metrics
 from dtckpt_server.rules import Rules
 from dtckpt_server.state import Job
@@ -34,6 +36,7 @@ REQUEST_TIMEOUT_S = 10.0
 """From the connection to the last byte of the page."""
 MAX_PAGE_NBYTES = 1 << 20
 MAX_JOBS_SHOWN, MAX_ROWS_SHOWN = 50, 50
+MAX_READERS_SHOWN = 8
 MAX_CELL_CHARS = 1000
 _WORST_FIRST = (LOST, SUSPECT, FENCED, LEFT, REGISTERED)
 _STYLE = (
@@ -47,12 +50,12 @@ Page = tuple[str, bytes]
 
 
 def status_page(rules: Rules, now: float) -> str:
-    """Return the state of all jobs as HTML: open barriers with who is missing, then the tasks, worst first."""
+    """Return the state of all jobs as HTML: open barriers with who is missing, the tasks, worst first; then feeds."""
     return "".join(status_parts(rules, now))
 
 
 def status_parts(rules: Rules, now: float) -> Iterator[str]:
-    """Return the page in parts, one for each job, that together are no longer than a page may be."""
+    """Return the page in parts, one for each job and feed, that together are no longer than a page may be."""
     jobs = heapq.nsmallest(MAX_JOBS_SHOWN, rules.jobs.values(), key=lambda job: (-len(job.open), job.name))
     num_jobs, num_shown = len(rules.jobs), 0
     head = (
@@ -72,6 +75,16 @@ def status_parts(rules: Rules, now: float) -> Iterator[str]:
         num_shown += 1
         yield part
     yield _more(num_jobs, num_shown, "jobs")
+    feeds = heapq.nsmallest(MAX_JOBS_SHOWN, rules.feeds.feeds.values(), key=lambda feed: feed.name)
+    num_feeds, num_shown = len(rules.feeds.feeds), 0
+    for feed in feeds:
+        part = _feed_html(feed, now)
+        room -= len(part.encode("utf-8", "replace"))
+        if room < 0:
+            break
+        num_shown += 1
+        yield part
+    yield _more(num_feeds, num_shown, "feeds")
 
 
 def _job_html(rules: Rules, job: Job, now: float) -> str:
@@ -100,6 +113,38 @@ def _job_html(rules: Rules, job: Job, now: float) -> str:
             _more(len(job.tasks), MAX_ROWS_SHOWN, "tasks"),
             "",
         ]
+    )
+
+
+def _feed_html(feed: Feed, now: float) -> str:
+    versions = sorted(feed.versions.values(), key=lambda version: -version.number)
+    header = ("version", "step", "state", "age", "parts", "bytes", "readers", "holders", "read by")
+    ended = ", ".join(f"{reader}: {outcome} {number}" for reader, (number, outcome) in feed.latest.items())
+    return "\n".join(
+        [
+            f"<h2>feed {escape(feed.name)}</h2><p>published by {escape(feed.owner)}, attempt {feed.attempt}, keeps "
+            f"{feed.keep}",
+            _table(header, [_version_row(version, now) for version in islice(versions, MAX_ROWS_SHOWN)]),
+            _more(len(versions), MAX_ROWS_SHOWN, "versions"),
+            f"<p>ended last: {escape(ended[:MAX_CELL_CHARS])}" if ended else "",
+            "",
+        ]
+    )
+
+
+def _version_row(version: Version, now: float) -> Sequence[str | _Bar]:
+    since = version.announced_at if version.readable_at is None else version.readable_at
+    readers = [lease.reader for lease in islice(version.leases.values(), MAX_READERS_SHOWN)]
+    return (
+        str(version.number),
+        f"{version.step}{' (goes back)' if version.is_rewound else ''}",
+        version.state,
+        f"{now - since:.1f} s",
+        _Bar(len(version.parts), version.num_parts, ""),
+        f"{version.nbytes:,}",
+        str(len(version.leases)),
+        str(len(version.holders)),
+        errors.capped(readers, MAX_READERS_SHOWN, count=len(version.leases)),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import dtckpt
 from dtckpt import SaveOptions
 from dtckpt.checkpoint import timing
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.storage.zarr_tensorstore import TensorStoreWriter
 
 from .client_cases import Tensors, mesh_over_all, tree_on

@@ -8,7 +8,7 @@ from support.states import packed, tensor_of
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.format.dtypes import DTYPES, numbers_of
 
 WHOLE = torch.arange(5000, dtype=torch.int32).reshape(50, 100)

@@ -16,8 +16,8 @@ from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME
 from dtckpt.checkpoint.managing.root import MANAGERS, root_of
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER
 from dtckpt.checkpoint.managing.step_folders import METRICS_NAME
+from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.checkpoint.tiers.holdings import HeldSave
-from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.checkpoint.tiers.root_identity import IDENTITY_NAME, claim_identity, read_identity
 from dtckpt.checkpoint.tiers.status import STATUS_NAME, TierStatus
 from dtckpt.cli.exit_codes import ExitCode

@@ -7,8 +7,8 @@ import time
 import pytest
 
 import dtckpt
+from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.checkpoint.tiers.holdings import HeldSave
-from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.checkpoint.tiers.status import STATUS_NAME, TierStatus
 from dtckpt.errors import CheckpointCorruptError
 

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.message_factory import GetMessageClass
 from support.client_calls import leave_all, same_error, together
 from support.coordinators import server_process
 
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
+from dtckpt._proto import feeds_pb2 as feeds_pb
 from dtckpt.coordination.api import Member, Vote
 from dtckpt.coordination.grpc_client import GrpcCoordination
 
@@ -27,7 +29,8 @@ ON_STREAMS, STREAM_LENGTH = 10, 5
 """How many requests of a batch go on heartbeat streams, and how many on each."""
 GROWTH_MB = 40
 SERVICE = pb.DESCRIPTOR.services_by_name["Coordinator"]
-UNARY = [method for method in SERVICE.methods if not method.client_streaming]
+FEEDS = feeds_pb.DESCRIPTOR.services_by_name["Feeds"]
+UNARY = [method for method in (*SERVICE.methods, *FEEDS.methods) if not method.client_streaming]
 STREAM = SERVICE.methods_by_name["HeartbeatStream"]
 JOBS = ("", "fuzz", "fuzz2", "ü", "x" * 300)
 STREAMERS = [pb.TaskIdentity(job="streams", task=task, incarnation=task + 1) for task in range(2)]
@@ -65,8 +68,10 @@ def request(method, draw):
     kind = draw.random()
     if kind < 0.1:
         return draw.randbytes(draw.randrange(200))
-    message = getattr(pb, method.input_type.name)()
+    message = GetMessageClass(method.input_type)()
     fill(message, draw)
+    if method.name == "Subscribe":
+        message.max_wait_s = draw.choice((-1.0, 0.0, 0.01, float("nan")))  # else most of them would wait
     if method.client_streaming and kind > 0.15:
         message.task.CopyFrom(draw.choice(STREAMERS) if kind > 0.95 else STREAMERS[0])
         if message.HasField("arrival") and kind > 0.2:
@@ -144,7 +149,7 @@ def test_fuzzed_requests():
             calls = []
             for _ in range(BATCH - ON_STREAMS):
                 method = draw.choice(UNARY)
-                call = channel.unary_unary(f"/{SERVICE.full_name}/{method.name}")
+                call = channel.unary_unary(f"/{method.containing_service.full_name}/{method.name}")
                 calls.append(call.future(request(method, draw), timeout=draw.choice((0.2, 5.0))))
             for _ in range(ON_STREAMS // STREAM_LENGTH):
                 requests = [request(STREAM, draw) for _ in range(STREAM_LENGTH)]

@@ -14,6 +14,7 @@ from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 from dtckpt.coordination import grpc_calls
+from dtckpt.coordination.feeds import rules as feed_rules
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,12 @@ def test_every_error_has_the_nearest_kind():
         (rules.LimitError("x"), "RESOURCE_EXHAUSTED", "LIMIT_REACHED", "CoordinationError"),
         (errors.FencedError("x"), "FAILED_PRECONDITION", "FENCED", None),
         (errors.BarrierConflictError("x"), "FAILED_PRECONDITION", "BARRIER_CONFLICT", None),
+        (feed_rules.NotKnownError("x"), "NOT_FOUND", "FEED_NOT_KNOWN", "CoordinationError"),
+        (feed_rules.FeedLimitError("x"), "RESOURCE_EXHAUSTED", "FEED_LIMIT_REACHED", "CoordinationError"),
+        (errors.FeedConflictError("x"), "FAILED_PRECONDITION", "FEED_CONFLICT", None),
+        (errors.VersionGoneError("x"), "FAILED_PRECONDITION", "VERSION_GONE", None),
+        (errors.VersionLeasedError("x"), "FAILED_PRECONDITION", "VERSION_LEASED", None),
+        (errors.SourceLostError("x"), "FAILED_PRECONDITION", "SOURCE_LOST", None),
         (errors.CoordinatorUnavailableError("x"), "UNAVAILABLE", "NOT_NOW", None),
         (ZeroDivisionError("x"), "INTERNAL", "INTERNAL", "CoordinationError"),
     ):
@@ -78,7 +85,7 @@ def test_every_error_has_the_nearest_kind():
         found = (refusal.code.name, refusal.reason, refusal.error)
         assert found == (code, reason, name or type(error).__name__)
     reasons = [reason for _, reason in KINDS.values()]
-    assert len(set(reasons)) == len(reasons) == 10
+    assert len(set(reasons)) == len(reasons) == 16
 
 
 class Ended(grpc.RpcError):

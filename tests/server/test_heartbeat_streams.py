@@ -285,7 +285,7 @@ def test_all_are_told_whose_arrival_got_through_at_a_later_try_only(clients, mon
         raise Swallowed
 
     monkeypatch.setattr(clients[0], "_arrive_on_stream", lambda *_: None)
-    monkeypatch.setattr(clients[0]._stub(), "Arrive", lose)
+    monkeypatch.setattr(clients[0]._connected().stub, "Arrive", lose)
     passed = together(clients, at("b"))
     assert [result.value.cut_off for result in passed.values()] == [(0,), (0,)], passed
     passed = together(clients, at("b"))

@@ -31,6 +31,7 @@ from support.coordinators import running_server, server_in_thread, server_proces
 from dtckpt import __version__, errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
+from dtckpt.coordination.feeds import events as feeds
 
 PREFIX = "dtckpt_coordinator_"
 TIMEOUT_S = 10.0
@@ -122,6 +123,56 @@ def test_a_job_that_is_over_leaves_no_metrics(world):
     assert any("job" in sample.labels for family in world.metrics.registry.collect() for sample in family.samples)
     world.now += 3601
     world.happen(events.Tick())
+    assert not any("job" in sample.labels for family in world.metrics.registry.collect() for sample in family.samples)
+
+
+def publish(world):
+    """Let two clients of a trainer publish a version, and an engine lease and serve it."""
+    world.register("trainer")
+    world.register("engine", 1)
+    who = [events.Identity("trainer", task, task + 1) for task in range(2)]
+    for each in who:
+        world.happen(feeds.OpenFeed(each, "policy", 0, 2, floor=1000, secret=b"s3cret" * 4))
+    world.happen(feeds.Announce(who[0], "policy", 0, 1000, 70, 2, b"tree", 30.0))
+    for each in who:
+        world.happen(feeds.PutPart(each, "policy", 0, 1000, b"tcp://x", b"digest", 1 << 20, "host"))
+    engine = events.Identity("engine", 0, 1)
+    world.happen(feeds.Subscribe(engine, "policy", "left", 7))
+    world.happen(feeds.Serve(engine, "policy", 1000, b"tree", b"tcp://y", b"", is_whole=True, nbytes=2 << 20))
+
+
+def test_feeds_in_metrics(world):
+    publish(world)
+    world.now += 5.0
+    for name in ("feeds", "feed_leases", "feed_holders"):
+        assert world.value(name) == 1
+    assert world.value("feed_versions", state="READABLE") == 1
+    assert world.value("feed_age_max_seconds") == 5.0
+    assert world.value("feed_version_changes_total", change="readable") == 1
+    world.happen(events.Leave(events.Identity("engine", 0, 1)))
+    assert world.value("feed_leases_ended_total", outcome="lost") == 1
+    assert world.value("feed_leases") == world.value("feed_holders") == 0
+
+
+def test_feeds_on_the_status_page(world):
+    publish(world)
+    page = status_page.status_page(world.rules, world.now)
+    assert "<h2>feed policy</h2><p>published by trainer, attempt 0, keeps 2" in page
+    cells = re.sub(r"<[^>]*>", "|", page.partition("<h2>feed policy")[2])
+    assert re.search(r"1000\|+70\|+READABLE\|+0\.0 s\|+ ?2 / 2\|+2,097,152\|+1\|+1\|+engine/left", cells), cells
+    assert "s3cret" not in page + repr(world.rules.feeds.feeds)
+
+
+def test_feed_of_a_job_that_is_over_leaves_no_metrics(world):
+    publish(world)
+    for job, num_clients in (("engine", 1), ("trainer", 2)):
+        for task in range(num_clients):
+            world.happen(events.Leave(events.Identity(job, task, task + 1)))
+    for _ in range(2):
+        world.now += 4000.0
+        world.happen(events.Tick())
+    assert not world.rules.feeds.feeds
+    assert not world.rules.jobs
     assert not any("job" in sample.labels for family in world.metrics.registry.collect() for sample in family.samples)
 
 

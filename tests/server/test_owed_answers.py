@@ -129,7 +129,7 @@ def test_slow_reader_costs_a_bounded_number_of_bytes(monkeypatch):
 
     async def arrive():
         context, service = Context(is_read=False), CoordinatorService(Rules(LONG_S, 1))
-        service._apply(Register(Identity("job", 0, 1), 1, 0, "", ""))
+        service.apply(Register(Identity("job", 0, 1), 1, 0, "", ""))
         stream = Stream(context)
         for number in range(8):
             vote = pb.Vote(ok=True, payload=bytes(4096))

@@ -21,8 +21,9 @@ from dtckpt.checkpoint.converting.report import ConvertedTensor, ConvertReport, 
 from dtckpt.checkpoint.converting.targets import FILE_TARGETS, KVSTORE_OF, target_names, target_of
 from dtckpt.checkpoint.converting.write_files import read_content
 from dtckpt.checkpoint.leaves import dtype_name
-from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.resharding.checkpoint_source import CheckpointSource, Progress
 from dtckpt.checkpoint.resharding.reshard_plan import MIN_CHUNK_NBYTES, Budget, saved_only, validate_memory

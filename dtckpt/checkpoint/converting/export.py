@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dtckpt.checkpoint.converting.optimizer_states import with_new_names, with_numbers
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.optimizer_match import rename_optimizers
 from dtckpt.checkpoint.restoring.rename_rules import Rename, renamed, validate_rename

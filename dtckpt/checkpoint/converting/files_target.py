@@ -17,7 +17,7 @@ from dtckpt.checkpoint.converting.targets import FileTarget
 from dtckpt.checkpoint.converting.write_files import FileBudget, FileWriter
 from dtckpt.checkpoint.foreign.formats import FORMATS
 from dtckpt.checkpoint.foreign.torch_files import PieceLocator
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.pieces import PieceIndex
 from dtckpt.checkpoint.resharding.checkpoint_source import Progress
 from dtckpt.errors import CheckpointCorruptError, ConfigError

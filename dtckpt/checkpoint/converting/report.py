@@ -12,7 +12,7 @@ from itertools import chain
 from types import MappingProxyType
 
 from dtckpt.checkpoint.foreign.safetensors_index import is_description
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.errors import CheckpointError, capped
 from dtckpt.format import tree as trees
 from dtckpt.storage.location import Location

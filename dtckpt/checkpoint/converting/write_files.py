@@ -23,7 +23,7 @@ from awscrt.checksums import crc32
 
 from dtckpt.checkpoint.converting.export import ExportedTensor
 from dtckpt.checkpoint.converting.file_plan import Block, FileDigests, FilePlan, FileSlot, Part, c_boxes, plan_blocks
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.resharding.checkpoint_source import Progress
 from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import CheckpointCorruptError, ConfigError

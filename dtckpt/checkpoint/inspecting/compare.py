@@ -39,7 +39,7 @@ from dtckpt.checkpoint.inspecting.tensor_comparison import (
     TensorFacts,
     compare_tensors,
 )
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.rename_rules import Rename, renamed, validate_rename

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from dtckpt.checkpoint.inspecting.elements import Statistics
 from dtckpt.checkpoint.inspecting.selection import Selection
 from dtckpt.checkpoint.inspecting.tensor_comparison import SMALL_CHUNK_NBYTES
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import ConfigError

@@ -14,8 +14,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from dtckpt.checkpoint.managing.lineage import Saved, current_steps
+from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.checkpoint.tiers.holdings import HeldSave
-from dtckpt.checkpoint.tiers.records import SaveId
 
 
 @dataclass(frozen=True, slots=True)

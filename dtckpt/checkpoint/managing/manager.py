@@ -27,6 +27,7 @@ from dtckpt.checkpoint.managing.schedule import Pace, SaveRules, Schedule
 from dtckpt.checkpoint.managing.step_folders import METRICS_NAME, StepFolders
 from dtckpt.checkpoint.managing.tier_saves import TierSaves
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
+from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.restore import restore
 from dtckpt.checkpoint.saving.save_async import start_save
@@ -34,7 +35,6 @@ from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State, state_of_tree
 from dtckpt.checkpoint.tiers.local_restore import LocalRestore
 from dtckpt.checkpoint.tiers.options import LocalTier
-from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.comm import fork_guard
 from dtckpt.config import Config
 from dtckpt.coordination.api import Member

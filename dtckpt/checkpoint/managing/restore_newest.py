@@ -18,7 +18,7 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.managing.candidates import Candidate
 from dtckpt.checkpoint.managing.lineage import Run, ancestry, current_steps
 from dtckpt.checkpoint.managing.step_folders import StepFolders
-from dtckpt.checkpoint.tiers.holdings import PartCopy
+from dtckpt.checkpoint.parts.records import PartCopy
 from dtckpt.checkpoint.tiers.local_restore import LocalRestore
 from dtckpt.coordination.api import wire_text
 from dtckpt.errors import (

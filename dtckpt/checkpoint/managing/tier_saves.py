@@ -19,19 +19,19 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.managing.candidates import Candidate
 from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
+from dtckpt.checkpoint.parts.part_files import PartCheckpoint
+from dtckpt.checkpoint.parts.records import UNKNOWN_ROOT, PartCopy, SaveId
 from dtckpt.checkpoint.restoring.restore import restore_opened
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State
 from dtckpt.checkpoint.tiers.durable import DurableWriter, state_of_save
-from dtckpt.checkpoint.tiers.holdings import HeldSave, PartCopy
+from dtckpt.checkpoint.tiers.holdings import HeldSave
 from dtckpt.checkpoint.tiers.local_restore import LocalRestore, copy_anew, note_restore, open_held
 from dtckpt.checkpoint.tiers.local_save import Begun, SaveRequest, save_in_tier
 from dtckpt.checkpoint.tiers.options import LocalTier
-from dtckpt.checkpoint.tiers.records import UNKNOWN_ROOT, SaveId
 from dtckpt.checkpoint.tiers.root_identity import RootFacts, claim_identity, read_identity
 from dtckpt.checkpoint.tiers.session import TierSession
 from dtckpt.checkpoint.tiers.status import write_status
-from dtckpt.checkpoint.tiers.tier_files import TierCheckpoint
 from dtckpt.comm.background_threads import begin
 from dtckpt.coordination.api import Coordination, Progress
 from dtckpt.errors import CheckpointNotFoundError, DtckptError, StorageError, capped
@@ -74,7 +74,7 @@ class TierSaves:
         """The name of that save."""
         self._is_refused = False
         self._status = _StatusWriter()
-        self._opened: dict[str, TierCheckpoint] = {}
+        self._opened: dict[str, PartCheckpoint] = {}
         self._resume: Callable[[], object] | None = None
         """Begins to write the restored step to the root."""
 
@@ -298,9 +298,9 @@ class TierSaves:
         """Restore a save of the tier. Collective: As `dtckpt.restore` over all clients."""
         held = self.held(chosen.local)
         self._opened = {}
-        opened: list[TierCheckpoint] = []
+        opened: list[PartCheckpoint] = []
 
-        def open_() -> TierCheckpoint:
+        def open_() -> PartCheckpoint:
             opened.append(open_held(self.session, held))
             return opened[-1]
 

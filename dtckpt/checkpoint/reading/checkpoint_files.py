@@ -62,7 +62,7 @@ class CheckpointFiles(Protocol):
         max_in_flight: int | None,
         count: Callable[[int], object],
     ) -> int:
-        """Read regions of tensors of known names, as `dtckpt.checkpoint.open.Checkpoint.read_all` does."""
+        """Read regions of tensors of known names, as `Checkpoint.read_all` does."""
         ...
 
     def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:

@@ -36,7 +36,7 @@ MAX_NBYTES = 256 << 20
 
 
 class VerifiableCheckpoint(Protocol):
-    """The part of `dtckpt.checkpoint.open.Checkpoint` that a verification needs."""
+    """The part of `dtckpt.checkpoint.reading.checkpoint.Checkpoint` that a verification needs."""
 
     @property
     def path(self) -> Location:
@@ -105,7 +105,7 @@ def verify(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Verify a checkpoint: see `dtckpt.checkpoint.open.Checkpoint.verify`."""
+    """Verify a checkpoint: see `dtckpt.checkpoint.reading.checkpoint.Checkpoint.verify`."""
     start = time.monotonic()
     infos = checkpoint.tensors
     largest = max((info.max_chunk_nbytes for info in infos.values()), default=0)

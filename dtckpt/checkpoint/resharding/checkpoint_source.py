@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.resharding.reshard_plan import NUM_WINDOWS, WINDOW_NBYTES, Budget, windows_of
 from dtckpt.checkpoint.saving.plan import TensorPlan

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import Leaf, host_array, own_array
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.read_by_host import HostReads
 from dtckpt.checkpoint.restoring.read_once import SharedTensor, read_shared
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf, TiedLeaf
@@ -57,7 +57,7 @@ def fill_tensors(
     """
     read = partial(checkpoint.read_all, count=phases.count)
     # Before the first byte: a read that fails may have written, too.
-    _note_writes([leaf for _, leaf in leaves] + [leaf for *_, leaf in tied])
+    note_writes([leaf for _, leaf in leaves] + [leaf for *_, leaf in tied])
     with torch.no_grad():
         filled = set() if handed_on is None else _fill_by_host(checkpoint, handed_on, phases)
         shared = [tensor for tensor in shared if id(tensor.leaf) not in filled]
@@ -89,7 +89,7 @@ def _fill_by_host(checkpoint: Checkpoint, handed_on: HostReads, phases: Phases) 
     return {id(tensor.leaf) for tensor in handed_on.tensors}
 
 
-def _note_writes(leaves: Sequence[Leaf]) -> None:
+def note_writes(leaves: Sequence[Leaf]) -> None:
     """Tell autograd, and views that keep a copy of their values, that the memory of tensors is about to change.
 
     Autograd then refuses a backward pass that needs the values of before.

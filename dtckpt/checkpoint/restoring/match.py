@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from dtckpt.checkpoint.foreign import dcp_files
-from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.parameter_names import memory_of
 from dtckpt.checkpoint.per_client import ClientNumber
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.memory import PlannedMemory, plan_memory
 from dtckpt.checkpoint.restoring.optimizer_match import rename_optimizers
 from dtckpt.checkpoint.restoring.optimizer_states import OptimizerStates

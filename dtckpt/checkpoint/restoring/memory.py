@@ -17,8 +17,8 @@ from torch import nn
 
 from dtckpt.checkpoint.leaves import Leaf, as_leaf, is_fillable, new_memory, with_arrays
 from dtckpt.checkpoint.low_bit_state import own_parts, restorer_of
-from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.parameter_names import parameters_of
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.new_tensors import empty_beside, layout_of_tensor
 from dtckpt.checkpoint.restoring.pairs import Pair
 from dtckpt.checkpoint.restoring.state_layouts import StateLayouts

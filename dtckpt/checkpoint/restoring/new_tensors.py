@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from dtckpt.checkpoint.leaves import as_leaf, mesh_of, new_memory, with_arrays
-from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.layout_choice import Layouts, choose_layout
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.comm import host_memory

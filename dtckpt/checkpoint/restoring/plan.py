@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from dtckpt.checkpoint.leaves import Leaf
-from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.optimizer_match import Rule
 from dtckpt.checkpoint.restoring.rename_rules import renamed
 from dtckpt.checkpoint.restoring.report import Cast, Reshaped, RestoreReport

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dtckpt.checkpoint.leaves import Leaf, own_array
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import RegionBuffers
 from dtckpt.checkpoint.reading.manifest_files import ManifestFiles
 from dtckpt.checkpoint.reading.plan import plan_tensor_reads

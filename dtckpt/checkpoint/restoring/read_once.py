@@ -26,7 +26,7 @@ from functools import lru_cache
 import torch
 
 from dtckpt.checkpoint.leaves import Leaf, host_array, torch_dtype
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf
 from dtckpt.checkpoint.timing import Phases

@@ -10,17 +10,20 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import validate_mode
-from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.live.versions import is_live
+from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.per_client import ClientNumber
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.restoring.aside import AsideMemory, copy_into
 from dtckpt.checkpoint.restoring.fill import fill_tensors, read_nbytes
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.match import plan_target
@@ -42,6 +45,12 @@ from dtckpt.storage.location import Location
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
+Open = Callable[[], Checkpoint]
+Choose = Callable[[Collective], AbstractContextManager[Open]]
+"""Agrees with the other clients on the checkpoint that they restore; yields the function that opens it.
+
+The function's errors reach all clients. The context ends when the clients have read, or have failed.
+"""
 MAX_TRIES = 3
 """How often a local restore begins anew when a save replaces the checkpoint meanwhile."""
 MAX_PATH_CHARS = 250
@@ -109,14 +118,25 @@ def restore(
     """
     if strict is not None:
         options = replace(options or RestoreOptions(), strict=strict)
-    return restore_opened(
-        path, lambda: open_checkpoint(path), target, mesh=mesh, layouts=layouts, options=options, group=group
+    request = _RestoreRequest.of(
+        path, chooser_of(path), target, options or RestoreOptions(), mesh=mesh, layouts=layouts, group=group
     )
+    return request.run(StagedRestore.apply)
+
+
+def chooser_of(path: str | Location) -> Choose:
+    """Return how clients agree on the checkpoint at a path: the path tells it, but for a live version."""
+    if is_live(path):
+        # Here, because few restores need it, and it imports the coordinator's client.
+        from dtckpt.checkpoint.live.version_choice import VersionChoice
+
+        return VersionChoice.of_location(path)
+    return lambda _: nullcontext(lambda: open_checkpoint(path))
 
 
 def restore_opened(
     path: str | Location,
-    open_: Callable[[], Checkpoint],
+    open_: Open,
     target: Any = None,
     *,
     mesh: MeshLike | None = None,
@@ -131,34 +151,55 @@ def restore_opened(
         open_: Opens it; its errors reach all clients.
         target: As for `restore`, like the further arguments.
     """
-    options = options or RestoreOptions()
-    coordination = current_coordination()
-    participants = everyone = participants_of(group, coordination.member)
-    failure: Exception | None = None
-    try:
-        if target is not None and (mesh is not None or layouts is not None):
-            raise TreeError("restore takes a target, or mesh and layouts for new tensors; got both")
-        device_mesh = None if mesh is None or isinstance(mesh, Mesh) else mesh
-        own_mesh = None if mesh is None else as_mesh(mesh)
-        state = None if target is None else visit_target(target)
-        meshes = meshes_of_layouts(own_mesh, layouts) if state is None else state.meshes
-        if group is None:
-            clients = {client for each in meshes for client in each.clients}
-            participants = tuple(sorted({*clients, coordination.member.client}))
-    except Exception as error:
-        # The others wait for this client; it must come and say why it cannot go on.
-        failure = error
+    request = _RestoreRequest.of(
+        path,
+        lambda _: nullcontext(open_),
+        target,
+        options or RestoreOptions(),
+        mesh=mesh,
+        layouts=layouts,
+        group=group,
+    )
+    return request.run(StagedRestore.apply)
 
-    def plan(checkpoint: Checkpoint) -> RestorePlan:
-        # Raised inside the first round, as this client's vote: all clients raise it.
-        if failure is not None:
-            raise failure
-        if state is not None:
-            # Not among the participants: that a target's tensors are on few clients says nothing of the others.
-            return plan_target(checkpoint, state, options, ClientNumber.among(coordination.member.client, everyone))
-        return plan_new_tensors(checkpoint, own_mesh, layouts, options, device_mesh)
 
-    return run_restore(path, plan, options, coordination, participants, open_=open_)
+def restore_chosen(
+    path: str | Location,
+    choose: Choose,
+    target: Any,
+    *,
+    options: RestoreOptions,
+    group: Group | None = None,
+) -> Any:
+    """Restore a checkpoint that the clients choose together. Otherwise as `restore`.
+
+    Args:
+        path: The checkpoint's name in messages.
+        choose: Chooses it.
+        target: As for `restore`, like the further arguments.
+    """
+    return _RestoreRequest.of(path, choose, target, options, group=group).run(StagedRestore.apply)
+
+
+def stage_restore(
+    path: str | Location,
+    choose: Choose,
+    target: Any,
+    aside: AsideMemory,
+    *,
+    options: RestoreOptions,
+    group: Group | None = None,
+) -> StagedRestore:
+    """Read a checkpoint into memory beside a target's tensors; `StagedRestore.apply` brings it into the target.
+
+    Otherwise as `restore_chosen`.
+
+    Args:
+        aside: The memory; kept from one restore into the target to the next.
+    """
+    request = _RestoreRequest.of(path, choose, target, options, group=group)
+    staged: StagedRestore = replace(request, aside=aside).run(lambda staged: staged)
+    return staged
 
 
 def run_restore(
@@ -167,8 +208,6 @@ def run_restore(
     options: RestoreOptions,
     coordination: Coordination,
     participants: Sequence[int] | None,
-    *,
-    open_: Callable[[], Checkpoint] | None = None,
 ) -> Any:
     """Run the restore protocol. Collective: Over ``participants`` (default: all clients of the job); as `restore`.
 
@@ -178,22 +217,92 @@ def run_restore(
         options: See `RestoreOptions`.
         coordination: The connection to the other clients.
         participants: The clients that restore.
-        open_: Opens the checkpoint; default: from its path.
     """
-    open_ = open_ or (lambda: open_checkpoint(path))
-    collective = Collective(coordination, "restore", options.timeout_s, participants)
-    phases, is_shown = collective.phases, options.progress and collective.client == 0
-    is_alone = len(collective.participants) == 1
-    for is_last in (False,) * (MAX_TRIES - 1) + (True,):
+    request = _RestoreRequest(path, chooser_of(path), plan, options, coordination, participants)
+    return request.run(StagedRestore.apply)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RestoreRequest:
+    """A restore that is asked for.
+
+    Args:
+        path: The checkpoint's name in messages.
+        choose: Chooses the checkpoint.
+        plan: Plans this client's part; its errors reach all clients.
+        options: See `RestoreOptions`.
+        coordination: The connection to the other clients.
+        participants: The clients that restore; None: all clients of the job.
+        aside: The memory that is read into; None: the target's own.
+    """
+
+    path: str | Location
+    choose: Choose
+    plan: Callable[[Checkpoint], RestorePlan]
+    options: RestoreOptions
+    coordination: Coordination
+    participants: Sequence[int] | None
+    aside: AsideMemory | None = None
+
+    @classmethod
+    def of(
+        cls,
+        path: str | Location,
+        choose: Choose,
+        target: Any,
+        options: RestoreOptions,
+        *,
+        mesh: MeshLike | None = None,
+        layouts: Layouts | None = None,
+        group: Group | None = None,
+    ) -> _RestoreRequest:
+        """Return the request for arguments as those of `restore`."""
+        coordination = current_coordination()
+        participants = everyone = participants_of(group, coordination.member)
+        failure: Exception | None = None
         try:
-            with collective.process_lock(), phases.operation(path, is_shown=is_shown):
-                return _run_once(path, open_, plan, options, collective)
-        except CheckpointConflictError:
-            # A save replaced the checkpoint meanwhile. Several clients may not all notice, so they do not try again.
-            if is_last or not is_alone:
-                raise
-    # Not reached: the last try returns or raises.
-    return None
+            if target is not None and (mesh is not None or layouts is not None):
+                raise TreeError("restore takes a target, or mesh and layouts for new tensors; got both")
+            device_mesh = None if mesh is None or isinstance(mesh, Mesh) else mesh
+            own_mesh = None if mesh is None else as_mesh(mesh)
+            state = None if target is None else visit_target(target)
+            meshes = meshes_of_layouts(own_mesh, layouts) if state is None else state.meshes
+            if group is None:
+                clients = {client for each in meshes for client in each.clients}
+                participants = tuple(sorted({*clients, coordination.member.client}))
+        except Exception as error:
+            # The others wait for this client; it must come and say why it cannot go on.
+            failure = error
+
+        def plan(checkpoint: Checkpoint) -> RestorePlan:
+            # Raised inside the first round, as this client's vote: all clients raise it.
+            if failure is not None:
+                raise failure
+            if state is not None:
+                # Not among the participants: that a target's tensors are on few clients says nothing of the others.
+                return plan_target(checkpoint, state, options, ClientNumber.among(coordination.member.client, everyone))
+            return plan_new_tensors(checkpoint, own_mesh, layouts, options, device_mesh)
+
+        return cls(path, choose, plan, options, coordination, participants)
+
+    def run(self, end: Callable[[StagedRestore], Any]) -> Any:
+        """Run the restore protocol; ``end`` gets the restore when every client has read its tensors."""
+        collective = Collective(self.coordination, "restore", self.options.timeout_s, self.participants)
+        phases, is_shown = collective.phases, self.options.progress and collective.client == 0
+        is_alone = len(collective.participants) == 1
+        for is_last in (False,) * (MAX_TRIES - 1) + (True,):
+            try:
+                with (
+                    collective.process_lock(),
+                    phases.operation(self.path, is_shown=is_shown),
+                    self.choose(collective) as open_,
+                ):
+                    return end(_run_once(self, open_, collective))
+            except CheckpointConflictError:
+                # A save replaced the checkpoint meanwhile. Several clients may not all notice, so they do not retry.
+                if is_last or not is_alone:
+                    raise
+        raise AssertionError  # not reached: the last try returns or raises
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,6 +314,7 @@ class _Prepared:
         plan: See `RestorePlan`.
         report: The report, but for the phases.
         leaves: The tensors to be filled.
+        beside: The leaves that are read; the same, unless the restore goes to memory beside the target's.
         tied: Further names of the same memory.
         shared: The tensors that this client would read together with others.
         handed_on: The tensors that this client would read together with others of its host.
@@ -215,23 +325,53 @@ class _Prepared:
     plan: RestorePlan
     report: RestoreReport
     leaves: Sequence[NamedLeaf]
+    beside: Sequence[NamedLeaf]
     tied: Sequence[TiedLeaf]
     shared: Sequence[SharedTensor]
     handed_on: HandedOn | None
     unasked: Unasked
 
 
-def _run_once(
-    path: str | Location,
-    open_: Callable[[], Checkpoint],
-    plan: Callable[[Checkpoint], RestorePlan],
-    options: RestoreOptions,
-    collective: Collective,
-) -> Any:
-    phases = collective.phases
+class StagedRestore:
+    """A restore whose tensors every client has read and verified; `apply` ends it. Local.
+
+    Args:
+        prepared: The plan.
+        report: The report.
+        tell: Called with the report at the end.
+    """
+
+    def __init__(
+        self, prepared: _Prepared, report: RestoreReport, tell: Callable[[RestoreReport], object] | None
+    ) -> None:
+        self.report = report
+        self._prepared = prepared
+        self._tell = tell
+
+    def apply(self) -> Any:
+        """Bring the tensors from the memory beside the target's into the target, then plain values, then objects.
+
+        Plain values and stateful objects change only here: after every client has read its tensors.
+
+        Returns:
+            The target, or the new tree.
+        """
+        prepared = self._prepared
+        pairs = zip(prepared.leaves, prepared.beside, strict=True)
+        moved = [(leaf, beside) for (_, leaf), (_, beside) in pairs if leaf is not beside]
+        if moved:
+            copy_into([leaf for leaf, _ in moved], [beside for _, beside in moved])
+        result = prepared.plan.finish()
+        if self._tell is not None:
+            self._tell(self.report)
+        return result
+
+
+def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> StagedRestore:
+    options, phases = request.options, collective.phases
     with ExitStack() as stack:
         prepared, payloads = collective.run_round_with_value(
-            "planned", lambda: _prepare(open_, plan, options, collective, stack), phase="plan"
+            "planned", lambda: _prepare(request, open_, collective, stack), phase="plan"
         )
         opened = {client: _CheckpointFacts(*json.loads(data)) for client, data in payloads.items()}
         checkpoint = stack.enter_context(prepared.checkpoint)
@@ -251,53 +391,52 @@ def _run_once(
                 validate_expected(report)
 
         def read() -> bytes:
-            fill_tensors(checkpoint, prepared.leaves, prepared.tied, shared, phases, handed_on=handed)
+            fill_tensors(checkpoint, prepared.beside, prepared.tied, shared, phases, handed_on=handed)
             return Written(0, phases.costs).to_bytes()
 
         payloads = collective.run_round("read", read)
         slow = find_slow({client: Written.from_bytes(data).costs for client, data in payloads.items()})
         if slow is not None and collective.is_leader:
-            logger.warning("restore of %s: %s", path, slow)
-        # After the round: plain values and stateful objects change only if every client has read its tensors.
-        result = prepared.plan.finish()
-    if options.report is not None:
-        options.report(replace(report, phases=phases.costs))
-    return result
+            logger.warning("restore of %s: %s", request.path, slow)
+    return StagedRestore(prepared, replace(report, phases=phases.costs), options.report)
 
 
 def _prepare(
-    open_: Callable[[], Checkpoint],
-    plan: Callable[[Checkpoint], RestorePlan],
-    options: RestoreOptions,
-    collective: Collective,
-    stack: ExitStack,
+    request: _RestoreRequest, open_: Open, collective: Collective, stack: ExitStack
 ) -> tuple[_Prepared, bytes]:
     """Open the checkpoint and plan; return the plan, and the payload for the other clients.
 
     Args:
+        request: The restore.
         open_: Opens the checkpoint.
-        plan: Plans.
-        options: See `RestoreOptions`.
         collective: The operation.
         stack: Closes what the restore needs until its end, beside the checkpoint.
     """
+    options, aside = request.options, request.aside
     validate_mode()
     with gc_paused():
         checkpoint = open_()
-        planned = plan(checkpoint)
+        planned = request.plan(checkpoint)
         report = planned.report(checkpoint)
     with _told_of_refusal(options, report):
         validate_report(report, options)
     with gc_paused():
         leaves, tied = split_tied(planned.leaves)
         validate_apart(leaves)
+        beside = leaves
+        if aside is not None:
+            # The tied leaves are of memory of the others, so their part costs nothing.
+            named = [*leaves, *((name, leaf) for name, _, leaf in tied)]
+            found = aside.beside(leaf for _, leaf in named)
+            beside = [(name, leaf) for (name, _), leaf in zip(leaves, found, strict=False)]
+            tied = [(name, other, leaf) for (name, other, _), leaf in zip(tied, found[len(leaves) :], strict=True)]
     # By default where storage is likely to be slower than the network between the clients.
     is_shared = checkpoint.is_remote if options.read_once is None else options.read_once
     is_alone = len(collective.participants) == 1
-    shared = shareable_tensors(checkpoint, leaves) if is_shared and not is_alone else []
+    shared = shareable_tensors(checkpoint, beside) if is_shared and not is_alone else []
     handed = None
     if options.read_once is not False and not is_alone:
-        handed = handed_on(checkpoint, leaves, stack, is_forced=options.read_once is True)
+        handed = handed_on(checkpoint, beside, stack, is_forced=options.read_once is True)
     if collective.phases.is_shown:  # to count the bytes costs about as much as to plan
         collective.phases.expect("read", read_nbytes(checkpoint, leaves))
     # Of a long path the end, which has the step.
@@ -310,7 +449,8 @@ def _prepare(
         unasked.digest,
         options.allow_unexpected,
     )
-    return _Prepared(checkpoint, planned, report, leaves, tied, shared, handed, unasked), json.dumps(facts).encode()
+    prepared = _Prepared(checkpoint, planned, report, leaves, beside, tied, shared, handed, unasked)
+    return prepared, json.dumps(facts).encode()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dtckpt.checkpoint.collective import Collective
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.plan import RestorePlan
 from dtckpt.coordination.api import MAX_PAYLOAD_BYTES
 from dtckpt.format.digest import bytes_digest

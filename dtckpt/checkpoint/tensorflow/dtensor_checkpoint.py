@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from dtckpt.checkpoint.leaves import Stateful, mesh_of
-from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
 from dtckpt.checkpoint.per_client import ClientNumber
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.plan import RestorePlan
 from dtckpt.checkpoint.restoring.restore import run_restore
 from dtckpt.checkpoint.saving.save import save_state

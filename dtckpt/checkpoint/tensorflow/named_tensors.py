@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 
 from dtckpt.checkpoint.leaves import as_leaf
-from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.new_tensors import empty_dtensor
 from dtckpt.checkpoint.restoring.plan import RestorePlan, new_names
 from dtckpt.checkpoint.restoring.restore import run_restore

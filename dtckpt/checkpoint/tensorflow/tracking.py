@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from dtckpt.checkpoint.leaves import FixedState, is_tensor
-from dtckpt.checkpoint.open import Checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.per_client import ClientNumber
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.match import plan_target, saved_names
 from dtckpt.checkpoint.restoring.plan import RestorePlan
 from dtckpt.checkpoint.restoring.target import is_stateful_target, items_of_target, visit_target

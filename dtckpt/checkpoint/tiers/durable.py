@@ -19,6 +19,8 @@ import numpy as np
 from typing_extensions import override
 
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.parts.part_files import PartCheckpoint
+from dtckpt.checkpoint.parts.records import HostInfo
 from dtckpt.checkpoint.saving.plan import Holding, TensorPlan, TensorSpec
 from dtckpt.checkpoint.saving.replica_check import Replica
 from dtckpt.checkpoint.saving.report import SaveReport
@@ -28,8 +30,6 @@ from dtckpt.checkpoint.saving.state import State
 from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
 from dtckpt.checkpoint.saving.write import Source
 from dtckpt.checkpoint.tiers.holdings import HeldSave
-from dtckpt.checkpoint.tiers.records import HostInfo
-from dtckpt.checkpoint.tiers.tier_files import TierCheckpoint
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.barrier_texts import DURABLE
 from dtckpt.coordination.connect import connect_beside
@@ -183,7 +183,7 @@ class TierSource:
 
     max_pending_nbytes = 64 << 20
 
-    def __init__(self, checkpoint: TierCheckpoint) -> None:
+    def __init__(self, checkpoint: PartCheckpoint) -> None:
         self._checkpoint = checkpoint
 
     def expect(self, regions: Iterator[tuple[TensorPlan, Region]]) -> None:
@@ -201,7 +201,7 @@ class TierSource:
 
 
 def state_of_save(
-    checkpoint: TierCheckpoint, held: HeldSave, hosts: Mapping[str, HostInfo], options: SaveOptions
+    checkpoint: PartCheckpoint, held: HeldSave, hosts: Mapping[str, HostInfo], options: SaveOptions
 ) -> State:
     """Describe a local save as the state that a save writes; the same on all clients but for the source.
 

@@ -13,22 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from dtckpt.checkpoint.parts.records import HostParts, PartCopy, SaveId
 from dtckpt.checkpoint.tiers.copy_hosts import CopyHosts
-from dtckpt.checkpoint.tiers.records import HostParts, SaveId
-
-
-class PartCopy(NamedTuple):
-    """One copy of a part of a save.
-
-    Args:
-        client: The client whose part it is.
-        host: The host that holds the copy.
-    """
-
-    client: int
-    host: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from dtckpt.checkpoint.tiers.holdings import HeldSave, PartCopy, copies_to_make, hosts_to_ask
-from dtckpt.checkpoint.tiers.records import PartIndex, SaveId
+from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.part_files import PartCheckpoint, PartFiles, PartHolder
+from dtckpt.checkpoint.parts.records import PartCopy, PartIndex, SaveId
+from dtckpt.checkpoint.tiers.holdings import HeldSave, copies_to_make, hosts_to_ask
 from dtckpt.checkpoint.tiers.replicator import OutgoingPart
 from dtckpt.checkpoint.tiers.session import Joined, TierSession, noted
-from dtckpt.checkpoint.tiers.tier_files import Holder, TierCheckpoint, TierFiles
 from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import CheckpointCorruptError, capped
 
+KIND = "local tier"
 MAX_ASKED = 8
 """Hosts that are asked for indexes at a time."""
 
@@ -45,7 +47,7 @@ class LocalRestore:
         return sum(self.nbytes_by_host.values())
 
 
-def open_held(session: TierSession, held: HeldSave) -> TierCheckpoint:
+def open_held(session: TierSession, held: HeldSave) -> PartCheckpoint:
     """Open a save for reading, wherever its parts are. Local; asks other hosts for the indexes of their parts.
 
     Raises:
@@ -59,15 +61,15 @@ def open_held(session: TierSession, held: HeldSave) -> TierCheckpoint:
             f"step {held.save.step} of the local tier: no index is left of the parts of clients {capped(lost)}: "
             f"{'; '.join(failures)}"
         )
-    holders = {client: _holders(joined, hosts, client) for client, hosts in held.holders.items()}
-    files = TierFiles(held.save, indexes, holders, session.folder)
+    holders = {client: _holders(joined, session.folder, hosts, client) for client, hosts in held.holders.items()}
+    files = PartFiles(held.save, indexes, holders, kind=KIND, title=f"step {held.save.step} of the local tier")
     files.traffic.damaged_copies.update(damaged)
     # With near copies, clients that are where they were find everything on their host.
     is_where_it_was = session.tier.near_copies and all(
         here in held.holders.get(each, ()) for each in joined.own_host.clients
     )
     is_remote = not is_where_it_was and any(here not in hosts for hosts in held.holders.values())
-    return TierCheckpoint(files, session.folder.path / held.save.name, is_remote=is_remote)
+    return PartCheckpoint(files, session.folder.path / held.save.name, is_remote=is_remote)
 
 
 def _indexes_of(session: TierSession, held: HeldSave) -> tuple[dict[int, PartIndex], list[str], set[PartCopy]]:
@@ -121,13 +123,13 @@ def _index_files(
         yield from ((None, file) for file in files)
 
 
-def _holders(joined: Joined, hosts: Sequence[str], client: int) -> list[Holder]:
+def _holders(joined: Joined, folder: HostFolder, hosts: Sequence[str], client: int) -> list[PartHolder]:
     here = joined.tier.host_name
     others = [host for host in hosts if host != here]
     # Receivers spread over the hosts that hold a part.
     turn = (joined.client + client) % max(1, len(others))
-    own = [Holder(here, None)] if here in hosts else []
-    return own + [Holder(host, joined.peer(host)) for host in others[turn:] + others[:turn]]
+    own = [PartHolder(here, folder)] if here in hosts else []
+    return own + [PartHolder(host, joined.peer(host)) for host in others[turn:] + others[:turn]]
 
 
 def note_restore(session: TierSession, held: HeldSave) -> None:

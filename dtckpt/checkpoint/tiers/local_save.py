@@ -14,40 +14,25 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import groupby
-from operator import itemgetter
-from typing import Any
-
-import numpy as np
+from functools import partial
 
 from dtckpt.checkpoint.collective import Collective
-from dtckpt.checkpoint.leaves import host_array
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.parts.part_writer import PartInProgress, described_pieces
+from dtckpt.checkpoint.parts.records import PartIndex, SaveId
 from dtckpt.checkpoint.saving.agree import Agreed, Proposal, agree
 from dtckpt.checkpoint.saving.plan import SavePlan
 from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
-from dtckpt.checkpoint.saving.staging import ALIGNMENT, written_regions
 from dtckpt.checkpoint.saving.state import MemorySource, State
 from dtckpt.checkpoint.tiers.holdings import saves_to_keep
-from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
-from dtckpt.checkpoint.tiers.near_copies import NearCopies, near_copies
-from dtckpt.checkpoint.tiers.open_part import piece_digest
-from dtckpt.checkpoint.tiers.records import PartIndex, PartPiece, PartTensor, SaveId
+from dtckpt.checkpoint.tiers.near_copies import near_copies
 from dtckpt.checkpoint.tiers.replicator import OutgoingPart
 from dtckpt.checkpoint.tiers.session import Joined, TierSession, noted
-from dtckpt.comm.background_threads import Pool
 from dtckpt.coordination.api import Coordination
-from dtckpt.errors import CheckpointError
-from dtckpt.format.dtypes import DTYPES
-from dtckpt.layout.region import Region
-
-_THREADED_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,49 +74,11 @@ class Begun:
     save: SaveId
     joined: Joined
     agreed: Agreed
-    file: SaveFile
+    file: PartInProgress
     metrics: Mapping[str, float]
     protected: Mapping[int, Sequence[SaveId]]
     is_agreed: bool
     has_compared: bool
-
-
-class SaveFile:
-    """The file that this client's part of a local save is copied to; it goes back if the save fails.
-
-    Args:
-        folder: The parts of this host.
-        joined: The facts about all clients' hosts.
-    """
-
-    def __init__(self, folder: HostFolder, joined: Joined) -> None:
-        self._folder = folder
-        self._joined = joined
-        self._plan: SavePlan | None = None
-        self._file: PartFile | None = None
-
-    def take(self, plan: SavePlan) -> PartFile:
-        """Return the file for a part of a plan. Raises: StorageFullError: The tier is full."""
-        if self._file is None or plan is not self._plan:
-            self.give_back()
-            self._file = self._folder.take(part_nbytes(plan, self._joined.client, self._joined.neighbours))
-            self._plan = plan
-        return self._file
-
-    def give_back(self) -> None:
-        """Give the file back to the folder."""
-        file, self._file = self._file, None
-        if file is not None:
-            self._folder.give_back(file)
-
-    @contextmanager
-    def given_back_on_failure(self) -> Iterator[None]:
-        """Give the file back if the work inside fails."""
-        try:
-            yield
-        except BaseException:
-            self.give_back()
-            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +151,7 @@ def _begin(session: TierSession, request: SaveRequest, collective: Collective) -
     """Copy this client's share into the tier, and agree with the others. Collective: as `save_in_tier`."""
     joined, client, phases = session.joined, collective.client, collective.phases
     phases.begin(session.folder.path, is_shown=False)
-    file = SaveFile(session.folder, joined)
+    file = PartInProgress(session.folder, client, lambda plan: near_copies(plan, client, joined.neighbours))
 
     def compares(state: State) -> bool:
         return request.compares_copies and is_on_host(state)
@@ -271,17 +218,6 @@ def is_on_host(state: State) -> bool:
     return isinstance(source, MemorySource) and not source.is_elsewhere
 
 
-@lru_cache(maxsize=4)
-def part_nbytes(plan: SavePlan, client: int, neighbours: tuple[int, ...]) -> int:
-    """Return the bytes that a client's part and its near copies take at most, with every box aligned."""
-    copies = near_copies(plan, client, neighbours)
-    return sum(
-        -(-region.numel * DTYPES[tensor.dtype].itemsize // ALIGNMENT) * ALIGNMENT
-        for tensor in plan.tensors
-        for region in (*written_regions(tensor, client), *copies.get(tensor.name, ()))
-    )
-
-
 # --- in the background: take digests, vote, copy ----------------------------------------------------------------------
 
 
@@ -337,58 +273,3 @@ def _remove_old(session: TierSession, begun: Begun) -> None:
     by_all = set.intersection(*(set(saves) for saves in begun.protected.values()))
     kept = saves_to_keep(voted, session.tier.keep, max(by_all, default=None))
     session.folder.remove_all_but(kept, with_others=begun.joined.is_first_on_host)
-
-
-def described_pieces(
-    staged: State, plan: SavePlan, file: PartFile, client: int, copies: NearCopies
-) -> tuple[tuple[PartTensor, ...], tuple[PartPiece, ...], tuple[PartPiece, ...]]:
-    """Return the tensors, pieces and near copies of a part that is staged in a file; digests are taken here.
-
-    Args:
-        staged: This client's state, with its elements in the file.
-        plan: The plan of all clients.
-        file: The file.
-        client: This client.
-        copies: The regions of which this client keeps near copies.
-    """
-    tensors = tuple(PartTensor(spec.name, spec.shape, spec.dtype, spec.layout) for spec in staged.specs)
-    numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
-    own = ((tensor.name, region) for tensor in plan.tensors for region in written_regions(tensor, client))
-    near = ((name, region) for name, regions in copies.items() for region in regions)
-    found = list(_staged_boxes(staged, own))
-    num_own = len(found)
-    found += _staged_boxes(staged, near)
-    with Pool(1, "dtckpt-tier-digests") as pool:
-        digests: list[int | Future[int]] = [
-            pool.submit(piece_digest, name, region, elements)
-            if elements.nbytes >= _THREADED_NBYTES
-            else piece_digest(name, region, elements)
-            for name, region, elements in found
-        ]
-        done = [digest.result() if isinstance(digest, Future) else digest for digest in digests]
-    start = file.memory.data_ptr()
-    pieces = tuple(
-        PartPiece(
-            numbers[name],
-            region,
-            elements.ctypes.data - start,
-            tuple(step // elements.itemsize for step in elements.strides),
-            digest,
-        )
-        for (name, region, elements), digest in zip(found, done, strict=True)
-    )
-    return tensors, pieces[:num_own], pieces[num_own:]
-
-
-def _staged_boxes(
-    staged: State, regions: Iterable[tuple[str, Region]]
-) -> Iterator[tuple[str, Region, np.ndarray[Any, Any]]]:
-    """Yield regions of tensors with views of their staged elements."""
-    source = staged.source
-    if not isinstance(source, MemorySource):
-        raise CheckpointError("a local save needs its elements in memory")
-    for name, of_tensor in groupby(regions, key=itemgetter(0)):
-        boxes = [(box, host_array(copies[0])) for box, copies in source.parts(name)]
-        for _, region in of_tensor:
-            box, elements = next((box, elements) for box, elements in boxes if box.contains(region))
-            yield name, region, elements[region.relative_to(box).slices()] if region.ndim else elements

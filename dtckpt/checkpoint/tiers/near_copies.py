@@ -15,16 +15,12 @@ No host counts on the near copies of another host: they are not sent to partners
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
-from types import MappingProxyType
 
+from dtckpt.checkpoint.parts.records import NearCopies
 from dtckpt.checkpoint.saving.plan import NO_CLIENT, CopyRule, SavePlan, TensorPlan
 from dtckpt.layout.region import Region
-
-NearCopies = Mapping[str, tuple[Region, ...]]
-"""By tensor, the regions of which a client keeps near copies."""
-NO_COPIES: NearCopies = MappingProxyType({})
 
 
 @lru_cache(maxsize=4)

@@ -23,10 +23,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from dtckpt.checkpoint.parts.host_folder import HostFolder, Stamp
+from dtckpt.checkpoint.parts.peers import Peer
+from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.checkpoint.tiers.copy_hosts import CopyHosts
-from dtckpt.checkpoint.tiers.host_folder import HostFolder, Stamp
-from dtckpt.checkpoint.tiers.peers import Peer
-from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.comm.background_threads import begin
 from dtckpt.errors import DtckptError, capped, format_nbytes
 

@@ -19,8 +19,8 @@ import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from dtckpt.checkpoint.tiers.host_folder import job_name
-from dtckpt.checkpoint.tiers.records import UNKNOWN_ROOT, SaveId
+from dtckpt.checkpoint.parts.host_folder import job_name
+from dtckpt.checkpoint.parts.records import UNKNOWN_ROOT, SaveId
 from dtckpt.errors import DtckptError
 from dtckpt.storage.folder import Folder
 

@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.peers import Peer, own_address
+from dtckpt.checkpoint.parts.records import UNKNOWN_ROOT, HostInfo, HostParts, SaveId
+from dtckpt.checkpoint.parts.server import PartServer
 from dtckpt.checkpoint.tiers.copy_hosts import CopyHosts
 from dtckpt.checkpoint.tiers.holdings import HeldSave, held_saves
-from dtckpt.checkpoint.tiers.host_folder import HostFolder
 from dtckpt.checkpoint.tiers.options import LocalTier
-from dtckpt.checkpoint.tiers.peers import Peer, own_address
-from dtckpt.checkpoint.tiers.records import UNKNOWN_ROOT, HostInfo, HostParts, SaveId
 from dtckpt.checkpoint.tiers.replicator import ExpectedCopies, Replicator, log_protection
 from dtckpt.checkpoint.tiers.root_identity import IDENTITY_NAME, RootFacts
-from dtckpt.checkpoint.tiers.server import PartServer
 from dtckpt.errors import ConfigError, DtckptError
 from dtckpt.format.digest import bytes_digest
 
@@ -115,7 +115,7 @@ class TierSession:
 
     def __init__(self, tier: LocalTier, root: str) -> None:
         self.tier = tier
-        self.folder = HostFolder(tier, root)
+        self.folder = HostFolder(tier.folder, root, host=tier.host_name, max_nbytes=tier.max_nbytes)
         self.replicator = Replicator(tier.max_rate, tier.link_rate)
         self.expected = ExpectedCopies(self.folder)
         self.root = UNKNOWN_ROOT

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dtckpt.checkpoint.parts.records import HostParts, SaveId
 from dtckpt.checkpoint.tiers.copy_hosts import CopyHosts
 from dtckpt.checkpoint.tiers.holdings import HeldSave, held_saves
-from dtckpt.checkpoint.tiers.records import HostParts, SaveId
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format import json_facts
 from dtckpt.storage.folder import Folder

@@ -22,7 +22,7 @@ import torch
 
 from dtckpt.checkpoint.foreign.dcp_metadata import Path, structure_of
 from dtckpt.checkpoint.leaves import host_array, is_tensor
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.shards import Shards
 from dtckpt.dtensor import DTensor, torch_interop
 from dtckpt.errors import TreeError

@@ -30,8 +30,9 @@ from torch.futures import Future
 
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import Leaf, as_leaf, host_array
-from dtckpt.checkpoint.open import Checkpoint, open_checkpoint
+from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
 from dtckpt.checkpoint.restoring.fill import fill_tensors
 from dtckpt.checkpoint.timing import Phases

@@ -18,7 +18,7 @@ from dtckpt import Layout, Region, SaveOptions, abstract_mesh
 from dtckpt.checkpoint.inspecting import read_elements
 from dtckpt.checkpoint.inspecting.compare import plan_comparison
 from dtckpt.checkpoint.inspecting.tensor_comparison import DifferenceKind, PlainValue, Reads, StoredDtype, TensorFacts
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.errors import CheckpointConflictError, CheckpointCorruptError, ConfigError, TensorNotFoundError
 from dtckpt.format.manifest import MANIFEST_NAME, Manifest
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from dtckpt import CheckpointManager, LocalTier
-from dtckpt.checkpoint.tiers.host_folder import HostFolder
-from dtckpt.checkpoint.tiers.records import PartIndex, SaveId
+from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.records import PartIndex, SaveId
 
 from . import tier_cases
 from .tier_cases import bits_flipped, parts_of
@@ -210,7 +210,7 @@ def test_spare_files_of_a_process_with_the_same_number(saved):
 
 def test_a_part_that_another_process_of_the_host_replaced(tmp_path):
     """Its file is not filled again by the process that had filled it: that one would write to other memory."""
-    folder = HostFolder(LocalTier(path=tmp_path, copies=1), "root")
+    folder = HostFolder(tmp_path, "root", host="here")
     folder.make()
     save, file = SaveId(1, 1, 1, False, "00000000"), folder.take(8)
     index = PartIndex(save, 0, 8, b"{}", (), (), {}, ())

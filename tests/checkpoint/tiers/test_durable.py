@@ -262,7 +262,7 @@ def test_a_full_tier_while_a_write_is_under_way(tmp_path, storage):
     with manager(tmp_path, save_interval_steps=2) as manager_:
         storage.may_write.clear()
         save(manager_, [2, 3])
-        manager_._tier.session.folder._tier = LocalTier(path=tmp_path / "tier", max_nbytes=1, copies=1)
+        manager_._tier.session.folder._max_nbytes = 1
         manager_._tier.session.folder._spare.clear()
         timer = threading.Timer(0.2, storage.may_write.set)
         timer.start()

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.shares import amount
 
+from dtckpt.checkpoint.parts.records import HostParts, SaveId
 from dtckpt.checkpoint.tiers.copy_hosts import CopyHosts
 from dtckpt.checkpoint.tiers.holdings import HeldSave, copies_to_make, held_saves, hosts_to_ask, saves_to_keep
-from dtckpt.checkpoint.tiers.records import HostParts, SaveId
 
 KEEP = 2
 

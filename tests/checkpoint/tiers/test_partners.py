@@ -7,9 +7,9 @@ import time
 
 import pytest
 
+from dtckpt.checkpoint.parts.peers import Peer
+from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.checkpoint.tiers import replicator as replicators
-from dtckpt.checkpoint.tiers.peers import Peer
-from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.checkpoint.tiers.replicator import OutgoingPart, Replicator
 from dtckpt.errors import StorageError
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import dtckpt
 from dtckpt import CheckpointManager, LocalTier
+from dtckpt.checkpoint.parts.records import PartIndex, SaveId
 from dtckpt.checkpoint.tiers.durable import RateLimitedSource
-from dtckpt.checkpoint.tiers.records import PartIndex, SaveId
 
 from . import tier_cases
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import dtckpt
 from dtckpt import CheckpointManager, Layout, LocalTier
-from dtckpt.checkpoint.tiers.peers import Peer
-from dtckpt.checkpoint.tiers.records import SaveId
+from dtckpt.checkpoint.parts.peers import Peer
+from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.config import Config
 
 SHAPES = {"w": (12, 10), "moment": (25, 3), "norm": (7,), "scalar": ()}

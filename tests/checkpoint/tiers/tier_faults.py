@@ -20,13 +20,14 @@ from support import mounts
 
 import dtckpt
 from dtckpt import CheckpointManager
+from dtckpt.checkpoint.parts import peers
+from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.part_files import PartFiles
+from dtckpt.checkpoint.parts.peers import Peer
+from dtckpt.checkpoint.parts.server import _PartHandler
 from dtckpt.checkpoint.saving import save_handle
 from dtckpt.checkpoint.saving.write import ClientWriter
-from dtckpt.checkpoint.tiers import durable, peers
-from dtckpt.checkpoint.tiers.host_folder import HostFolder
-from dtckpt.checkpoint.tiers.peers import Peer
-from dtckpt.checkpoint.tiers.server import _PartHandler
-from dtckpt.checkpoint.tiers.tier_files import TierFiles
+from dtckpt.checkpoint.tiers import durable
 from dtckpt.errors import StorageFullError
 
 from . import tier_cases
@@ -145,7 +146,7 @@ def restore_and_die(root: Path, folder: Path, hosts: Sequence[str], victims: Seq
     start, error = time.monotonic(), ""
     with ExitStack() as stack:
         if dtckpt.client_id() in victims:
-            stack.enter_context(_before(TierFiles, "read", _die, lambda: True))
+            stack.enter_context(_before(PartFiles, "read", _die, lambda: True))
         try:
             tier_cases.restore(root, folder, hosts, timeout_s=TIMEOUT_S)
         except Exception as failure:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import dtckpt
 from dtckpt import CheckpointManager
+from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.checkpoint.saving.write import ClientWriter
-from dtckpt.checkpoint.tiers.records import SaveId
 from dtckpt.errors import CheckpointNotFoundError
 
 from .tier_cases import mesh_of_all, state, tier, values

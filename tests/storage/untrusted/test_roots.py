@@ -18,8 +18,8 @@ import dtckpt
 from dtckpt import CheckpointManager, LocalTier
 from dtckpt.checkpoint.managing.root import LOCK_NAME, RootLock
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER
+from dtckpt.checkpoint.parts.host_folder import HostFolder, job_name
 from dtckpt.checkpoint.resharding.workers import MARK_NAME
-from dtckpt.checkpoint.tiers.host_folder import HostFolder, job_name
 from dtckpt.checkpoint.tiers.root_identity import IDENTITY_NAME
 from dtckpt.checkpoint.tiers.status import STATUS_NAME
 from dtckpt.cli.exit_codes import ExitCode
@@ -249,12 +249,12 @@ def test_a_prepared_directory_of_a_local_tier_is_refused(tmp_path, elsewhere, pr
     if not folder.is_symlink():
         folder.chmod(0o777)
     with pytest.raises(StorageError, match="remove it"):
-        HostFolder(LocalTier(path=tmp_path / "tier"), str(root)).make()
+        HostFolder(tmp_path / "tier", str(root), host="here").make()
     assert content(elsewhere) == before
 
 
 def test_other_users_cannot_read_a_local_tier(tmp_path):
-    folder = HostFolder(LocalTier(path=tmp_path / "tier"), "root")
+    folder = HostFolder(tmp_path / "tier", "root", host="here")
     folder.make()
     assert stat.S_IMODE(folder.path.stat().st_mode) == 0o700
 

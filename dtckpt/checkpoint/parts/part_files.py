@@ -1,6 +1,7 @@
-"""`TierFiles`: the parts of one local save, wherever they lie, as the files of an open checkpoint.
+"""`PartFiles`: the parts of one save in memory, wherever they lie, as the files of an open checkpoint.
 
-So a restore from the tier is the restore of any checkpoint, onto any mesh. Only the reads differ. Pieces that this host
+So a restore from the local tier, or of a live version, is the restore of any checkpoint, onto any mesh. Only the reads
+differ. Pieces that this host
 holds are read from its memory. Of other pieces, another host sends exactly the boxes that are needed. If a copy is
 damaged, or its host does not answer, the restore uses another copy and logs why.
 """
@@ -15,34 +16,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
-from dtckpt.checkpoint.open import Checkpoint
+from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.open_part import OpenPart, piece_seed
+from dtckpt.checkpoint.parts.peers import BoxRequest, Peer
+from dtckpt.checkpoint.parts.records import PartCopy, PartIndex, SaveId
+from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
 from dtckpt.checkpoint.reading.piece_reads import PieceInfo
 from dtckpt.checkpoint.reading.pieces import Piece, PieceIndex, PieceTensor
 from dtckpt.checkpoint.reading.read_chunks import convert, cut, validate_convertible
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
 from dtckpt.checkpoint.reading.verified_reads import spare_threads
-from dtckpt.checkpoint.tiers.holdings import PartCopy
-from dtckpt.checkpoint.tiers.host_folder import HostFolder
-from dtckpt.checkpoint.tiers.open_part import OpenPart, piece_seed
-from dtckpt.checkpoint.tiers.peers import BoxRequest, Peer
-from dtckpt.checkpoint.tiers.records import PartIndex, SaveId
-from dtckpt.errors import CheckpointCorruptError, CheckpointError, DtckptError, RegionNotFoundError, StorageError
+from dtckpt.errors import CheckpointCorruptError, DtckptError, RegionNotFoundError, StorageError
 from dtckpt.format import tree as trees
 from dtckpt.format import tree_union
 from dtckpt.format.digest import as_bytes, bytes_digest
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
+from dtckpt.storage.location import Location
 
 logger = logging.getLogger("dtckpt.tiers")
 
-KIND = "local tier"
 REQUEST_NBYTES = 8 << 20
 """Bytes that one request to another host asks for; a larger box has a separate request."""
 REQUESTS = 4
@@ -50,18 +49,20 @@ REQUESTS = 4
 
 
 @dataclass(slots=True)
-class TierTraffic:
+class PartTraffic:
     """The bytes that a restore took, by source.
 
     Args:
         local: Bytes from this host's memory.
         by_host: Bytes from other hosts.
+        has_begun: Whether a read has begun, so that memory may have been written.
         damaged: The hosts that were passed over, and the reasons.
         damaged_copies: The copies of parts that turned out to be damaged.
     """
 
     local: int = 0
     by_host: dict[str, int] = field(default_factory=dict)
+    has_begun: bool = False
     damaged: list[str] = field(default_factory=list)
     damaged_copies: set[PartCopy] = field(default_factory=set)
 
@@ -72,16 +73,16 @@ class TierTraffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class PartHolder:
     """A host that holds parts.
 
     Args:
         name: Its name.
-        peer: Its server; None: it is this host.
+        source: Its server; or, if it is this host, the folder of its parts.
     """
 
     name: str
-    peer: Peer | None
+    source: Peer | HostFolder
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,24 +126,24 @@ class _BoxRead:
 
 
 class _PartInfo(PieceInfo):
-    """A tensor of the local tier: exactly the elements that a region needs are read."""
+    """A tensor of a save in memory: exactly the elements that a region needs are read."""
 
     @override
     def read_nbytes(self, region: Region) -> int:
         return region.numel * self.tensor.itemsize
 
 
-class TierFiles(CheckpointFiles):
+class PartFiles(CheckpointFiles):
     """The parts of one save.
 
     Args:
         save: The save.
         indexes: The index of each client's part.
         holders: By client whose part it is, the hosts to ask for it, in this order.
-        folder: The parts of this host.
+        kind: The kind of the checkpoint.
+        title: Names the save in messages, as ``step 7 of the local tier``.
     """
 
-    kind = KIND
     refused: Mapping[str, DtckptError] = {}
     files: Sequence[str] = ()
     unread: Sequence[str] = ()
@@ -152,20 +153,23 @@ class TierFiles(CheckpointFiles):
         self,
         save: SaveId,
         indexes: Mapping[int, PartIndex],
-        holders: Mapping[int, Sequence[Holder]],
-        folder: HostFolder,
+        holders: Mapping[int, Sequence[PartHolder]],
+        *,
+        kind: str,
+        title: str,
     ) -> None:
+        self.kind = kind
         self.save = save
         self.indexes = indexes
-        self.traffic = TierTraffic()
+        self.traffic = PartTraffic()
         self._lock = threading.Lock()
         self.identity = save.name
         self._holders = holders
-        self._folder = folder
+        self._title = title
         self._parts: dict[int, OpenPart] = {}
         self._numbers: dict[tuple[str, Region], tuple[int, int]] = {}
         self._near: dict[tuple[str, Region], tuple[int, int]] = {}
-        self.index = PieceIndex(KIND, self._tensors(), _united_tree(indexes))
+        self.index = PieceIndex(kind, self._tensors(), _united_tree(indexes))
         self.tensors = TensorInfos(self.index.tensors, self._describe)
 
     def _tensors(self) -> dict[str, PieceTensor]:
@@ -175,9 +179,7 @@ class TierFiles(CheckpointFiles):
             for tensor in index.tensors:
                 known = facts.setdefault(tensor.name, (tensor.shape, tensor.dtype, tensor.layout))
                 if known[:2] != (tensor.shape, tensor.dtype):
-                    raise CheckpointCorruptError(
-                        f"the parts of step {self.save.step} describe {tensor.name!r} differently"
-                    )
+                    raise CheckpointCorruptError(f"the parts of {self._title} describe {tensor.name!r} differently")
             for number, piece in enumerate(index.pieces):
                 name = index.tensors[piece.tensor].name
                 pieces[name].append(Piece(piece.region, str(client), piece.offset, piece.strides))
@@ -221,6 +223,7 @@ class TierFiles(CheckpointFiles):
         max_in_flight: int | None,
         count: Callable[[int], object],
     ) -> int:
+        self.traffic.has_begun = True
         # `max_in_flight` bounds nothing: local reads need no memory, and the others are few at a time.
         local: list[_BoxRead] = []
         remote: dict[int, list[_BoxRead]] = defaultdict(list)
@@ -259,14 +262,12 @@ class TierFiles(CheckpointFiles):
                     here = self._place_here(name, piece.region)
                     yield _BoxRead(client, number, here, box, target, DTYPES[tensor.dtype])
                 if found != region.numel:
-                    raise RegionNotFoundError(
-                        f"{region} of tensor {name!r} was not saved whole in step {self.save.step}"
-                    )
+                    raise RegionNotFoundError(f"{region} of tensor {name!r} was not saved whole in {self._title}")
 
     def _place_here(self, name: str, region: Region) -> tuple[int, int] | None:
         """Return where this host has a piece: the client whose part or near copy it is, and its number there."""
         client, number = self._numbers[name, region]
-        if any(holder.peer is None for holder in self._holders[client]):
+        if self._own_folder(client) is not None:
             return client, number
         near = self._near.get((name, region))
         if near is None or self.indexes[near[0]].piece(near[1]).digest != self.indexes[client].piece(number).digest:
@@ -289,7 +290,7 @@ class TierFiles(CheckpointFiles):
             except CheckpointCorruptError as error:
                 self._pass_over("this host", error)
                 if number < len(self.indexes[client].pieces):  # else a near copy, which is no copy of the part
-                    own = (each.name for each in self._holders[client] if each.peer is None)
+                    own = (each.name for each in self._holders[client] if isinstance(each.source, HostFolder))
                     self.traffic.damaged_copies.update(PartCopy(client, host) for host in own)
                 nbytes += self._read_from_peers([read], error)
                 continue
@@ -297,11 +298,16 @@ class TierFiles(CheckpointFiles):
             nbytes += read.nbytes
         return nbytes
 
+    def _own_folder(self, client: int) -> HostFolder | None:
+        """Return the folder of this host that has a client's part; None if this host does not hold it."""
+        return next((each.source for each in self._holders[client] if isinstance(each.source, HostFolder)), None)
+
     def _own_part(self, client: int) -> OpenPart:
-        part = self._parts.get(client)
+        part, folder = self._parts.get(client), self._own_folder(client)
         if part is None:
+            assert folder is not None  # noqa: S101  else nothing is read here
             try:
-                part = OpenPart(self._folder, self.save, client, self.indexes[client])
+                part = OpenPart(folder, self.save, client, self.indexes[client])
             except FileNotFoundError as error:
                 raise CheckpointCorruptError(f"the part of client {client} has gone: {error}") from error
             self._parts[client] = part
@@ -312,12 +318,12 @@ class TierFiles(CheckpointFiles):
         client = batch[0].client
         nbytes = sum(read.nbytes for read in batch)
         for holder in self._holders[client]:
-            if holder.peer is None:
+            if isinstance(holder.source, HostFolder):
                 continue
             try:
                 with ExitStack() as delivery:
                     boxes = [self._request(read, delivery.enter_context(read.buffer())) for read in batch]
-                    holder.peer.read(self.save, client, boxes)
+                    holder.source.read(self.save, client, boxes)
             except (CheckpointCorruptError, StorageError) as error:
                 self._pass_over(f"host {holder.name}", error)
                 if isinstance(error, CheckpointCorruptError):
@@ -327,7 +333,7 @@ class TierFiles(CheckpointFiles):
             self._count(holder.name, nbytes)
             return nbytes
         raise CheckpointCorruptError(
-            f"no host holds the part of client {client} of step {self.save.step} undamaged: {failure}"
+            f"no host holds the part of client {client} of {self._title} undamaged: {failure}"
         ) from failure
 
     def _count(self, host: str | None, nbytes: int) -> None:
@@ -349,7 +355,7 @@ class TierFiles(CheckpointFiles):
         text = f"{where}: {error}"
         if text not in self.traffic.damaged:
             self.traffic.damaged.append(text)
-            logger.warning("step %d of the local tier: another copy is taken, because of %s", self.save.step, text)
+            logger.warning("%s: another copy is taken, because of %s", self._title, text)
 
     # --- checks -------------------------------------------------------------------------------------------------
 
@@ -361,7 +367,7 @@ class TierFiles(CheckpointFiles):
             if not tensor.is_whole and sum(
                 common.numel for piece in tensor.pieces if (common := piece.region.intersect(region)) is not None
             ) != math.prod(region.shape):
-                raise RegionNotFoundError(f"{region} of tensor {name!r} was not saved whole in step {self.save.step}")
+                raise RegionNotFoundError(f"{region} of tensor {name!r} was not saved whole in {self._title}")
 
     @override
     def parts(self, name: str) -> Iterator[Region]:
@@ -386,24 +392,20 @@ class TierFiles(CheckpointFiles):
         self._parts.clear()
 
 
-class TierCheckpoint(Checkpoint):
-    """A local save, open for reading.
+class PartCheckpoint(Checkpoint):
+    """A save in memory, open for reading.
 
     Args:
         files: Its parts.
-        path: Its directory on this host.
+        path: Its directory on this host, or its location.
         is_remote: Whether other hosts hold parts that this host lacks.
     """
 
-    def __init__(self, files: TierFiles, path: Path, *, is_remote: bool) -> None:
+    def __init__(self, files: PartFiles, path: Location, *, is_remote: bool) -> None:
         super().__init__(path, files)
         self.parts = files
         # Where clients need the same bytes, one of them reads each, and sends it on.
         self.is_remote = is_remote
-
-    def cause_of(self, error: CheckpointError) -> CheckpointError:
-        """Return the error: no save takes the place of another one."""
-        return error
 
 
 def _united_tree(indexes: Mapping[int, PartIndex]) -> trees.Node:

@@ -1,7 +1,8 @@
 """`PartServer`: gives other hosts the parts that this host holds, and takes copies of theirs.
 
 The protocol is HTTP/1.1. Every request has the header ``Authorization: Bearer <token>``, with a token that the clients
-of one attempt agree on. A process of another job, or of an earlier attempt, can neither read nor write.
+of one attempt agree on. A process of another job, or of an earlier attempt, can neither read nor write. The exception
+is a ticket in the token's place, where the server takes tickets: it lets its bearer read the parts of one save.
 
     GET  /v1/indexes/<save>               the indexes of the save's parts on this host, each after its length
     POST /v1/read/<save>/<client>         body: JSON list of [number of the piece, offset, shape], in elements of it;
@@ -20,7 +21,7 @@ import json
 import socket
 import threading
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -29,10 +30,10 @@ from typing import Any
 
 import xxhash
 
-from dtckpt.checkpoint.tiers.host_folder import HostFolder, PartFile
-from dtckpt.checkpoint.tiers.open_part import OpenPart, validate_part
-from dtckpt.checkpoint.tiers.records import MAX_INDEX_NBYTES, PartIndex, SaveId
-from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageFullError
+from dtckpt.checkpoint.parts.host_folder import HostFolder, PartFile
+from dtckpt.checkpoint.parts.open_part import OpenPart, validate_part
+from dtckpt.checkpoint.parts.records import MAX_INDEX_NBYTES, PartIndex, SaveId
+from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageFullError, TicketError
 from dtckpt.format.digest import as_bytes
 from dtckpt.format.dtypes import DTYPES
 
@@ -52,12 +53,20 @@ class PartServer:
         folder: The parts of this host.
         address: The address that the other hosts reach it at.
         timeout_s: Longest wait for the rest of a request.
+        check_ticket: Called with a ticket, and the save whose parts its bearer asks for; raises `TicketError` unless
+            the ticket lets it read them. None: the server takes no tickets.
     """
 
-    def __init__(self, folder: HostFolder, address: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        folder: HostFolder,
+        address: str,
+        timeout_s: float,
+        check_ticket: Callable[[str, SaveId], object] | None = None,
+    ) -> None:
         self.texts: Mapping[int, bytes] = {}
         """Texts that other clients may ask for, by their digests."""
-        self._server = _Server((address, 0), folder, timeout_s)
+        self._server = _Server((address, 0), folder, timeout_s, check_ticket)
         self.url = f"{_bracketed(address)}:{self._server.server_address[1]}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(POLL_S,), daemon=True, name="dtckpt-tier-server"
@@ -78,6 +87,10 @@ class PartServer:
         self._server.token = token
         self._server.is_open.set()
 
+    def forget_part(self) -> None:
+        """Open a part anew when it is asked for next: the file of a part that was removed is filled with another."""
+        self._server.forget_part()
+
     def close(self) -> None:
         """Take no more requests."""
         self._server.shutdown()
@@ -89,10 +102,17 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 256
     block_on_close = False
 
-    def __init__(self, address: tuple[str, int], folder: HostFolder, timeout_s: float) -> None:
+    def __init__(
+        self,
+        address: tuple[str, int],
+        folder: HostFolder,
+        timeout_s: float,
+        check_ticket: Callable[[str, SaveId], object] | None,
+    ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.folder, self.timeout_s = folder, timeout_s
         self.texts: Mapping[int, bytes] = {}
+        self.check_ticket = check_ticket
         self.token = ""
         self.refused: deque[tuple[SaveId, int]] = deque(maxlen=MAX_REFUSED)
         self.is_open = threading.Event()
@@ -153,17 +173,18 @@ class _PartHandler(BaseHTTPRequestHandler):
             # The first of the clients to learn the token may ask before the others have learned it.
             if not self.server.is_open.wait(self.server.timeout_s):
                 raise _RefusedError(503, "the clients of this job have not met yet")
-            shown = self.headers.get("Authorization", "")
-            if not hmac.compare_digest(shown.encode(), f"Bearer {self.server.token}".encode()):
-                raise _RefusedError(403, "the token belongs to another attempt of the job")
             match [self.command, *self.path.split("/")[1:]]:
                 case ["GET", "v1", "indexes", save]:
+                    self._admit(SaveId.parse(save))
                     self._answer(list(self._indexes(SaveId.parse(save))))
                 case ["POST", "v1", "read", save, client]:
+                    self._admit(SaveId.parse(save))
                     self._read(SaveId.parse(save), int(client))
                 case ["PUT", "v1", "parts", save, client]:
+                    self._admit()
                     self._take(SaveId.parse(save), int(client))
                 case ["GET", "v1", "texts", digest]:
+                    self._admit()
                     self._answer([self.server.texts[int(digest)]])
                 case _:
                     raise _RefusedError(404, "there is no such path")
@@ -171,6 +192,18 @@ class _PartHandler(BaseHTTPRequestHandler):
             self._refuse(refusal.status, str(refusal))
         except Exception as error:
             self._refuse(*_refusal_of(error))
+
+    def _admit(self, read: SaveId | None = None) -> None:
+        """Refuse a request without the token; and without a ticket, if it asks for nothing but parts of a save."""
+        shown = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if hmac.compare_digest(shown.encode(), self.server.token.encode()):
+            return
+        if read is None or self.server.check_ticket is None:
+            raise _RefusedError(403, "the token belongs to another attempt of the job")
+        try:
+            self.server.check_ticket(shown, read)
+        except TicketError as error:
+            raise _RefusedError(403, str(error)) from None
 
     do_GET = do_POST = do_PUT = _handle  # noqa: N815  names of the base class
 

@@ -14,7 +14,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from dtckpt.checkpoint.reading.pieces import c_strides
 from dtckpt.errors import CheckpointCorruptError
@@ -28,6 +29,9 @@ FORMAT = 1
 MAX_INDEX_NBYTES = 1 << 30
 UNKNOWN_ROOT = "00000000"
 """Stands for the identity of a root that storage did not say."""
+NearCopies = Mapping[str, tuple[Region, ...]]
+"""By tensor, the regions of which a client keeps near copies; see `dtckpt.checkpoint.tiers.near_copies`."""
+NO_COPIES: NearCopies = MappingProxyType({})
 _SAVE_NAME = re.compile(r"(\d{20})-(\d{1,18})-(\d{1,9})-([01])-([0-9a-f]{8})-([0-9a-f]{8})")
 
 
@@ -234,6 +238,18 @@ def _piece_of_json(facts: Sequence[Any]) -> PartPiece:
     tensor, at, shape, offset, strides, digest = facts
     region = Region(tuple(at), tuple(shape))
     return PartPiece(tensor, region, offset, c_strides(region.shape) if strides is None else tuple(strides), digest)
+
+
+class PartCopy(NamedTuple):
+    """One copy of a part of a save.
+
+    Args:
+        client: The client whose part it is.
+        host: The host that holds the copy.
+    """
+
+    client: int
+    host: str
 
 
 @dataclass(frozen=True, slots=True)

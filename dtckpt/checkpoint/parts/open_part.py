@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from dtckpt.checkpoint.tiers.host_folder import HostFolder
-from dtckpt.checkpoint.tiers.records import PartIndex, PartPiece, SaveId
+from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.records import PartIndex, PartPiece, SaveId
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.digest import buffer_of
 from dtckpt.format.dtypes import DTYPES

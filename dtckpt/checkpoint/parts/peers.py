@@ -1,4 +1,4 @@
-"""Requests to the servers of other hosts; see `dtckpt.checkpoint.tiers.server` for the protocol."""
+"""Requests to the servers of other hosts; see `dtckpt.checkpoint.parts.server` for the protocol."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 import xxhash
 
-from dtckpt.checkpoint.tiers.records import SaveId
-from dtckpt.checkpoint.tiers.server import DIGEST_NBYTES, LENGTH_NBYTES
+from dtckpt.checkpoint.parts.records import SaveId
+from dtckpt.checkpoint.parts.server import DIGEST_NBYTES, LENGTH_NBYTES
 from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageError, StorageFullError
 from dtckpt.format.digest import bytes_digest
 from dtckpt.layout.region import Region

@@ -32,9 +32,8 @@ from pathlib import Path
 
 import torch
 
+from dtckpt.checkpoint.parts.records import MAX_INDEX_NBYTES, HostParts, PartIndex, SaveId
 from dtckpt.checkpoint.saving.staging import StagingMemory
-from dtckpt.checkpoint.tiers.options import LocalTier
-from dtckpt.checkpoint.tiers.records import MAX_INDEX_NBYTES, HostParts, PartIndex, SaveId
 from dtckpt.errors import StorageFullError, format_nbytes
 from dtckpt.format.digest import bytes_digest
 from dtckpt.storage.failures import translate_errors
@@ -102,16 +101,21 @@ class HostFolder:
     """The parts of one job on this host, as one of its processes sees and changes them. Thread-safe.
 
     Args:
-        tier: The options.
-        root: The root of the job's durable checkpoints.
+        folder: The directory of the parts of all jobs; absolute.
+        root: Tells the job from others: the root of its durable checkpoints, or the name of its feed.
+        host: Name of this host, for messages.
+        title: What the parts are for, for messages.
+        max_nbytes: Bound on the bytes of the job's files; None: no bound but the space that there is.
     """
 
-    def __init__(self, tier: LocalTier, root: str) -> None:
-        self._files = LocalFolder(tier.folder, job_name(root))
+    def __init__(
+        self, folder: Path, root: str, *, host: str, title: str = "the local tier", max_nbytes: int | None = None
+    ) -> None:
+        self._folder, self._title, self._max_nbytes = folder, title, max_nbytes
+        self._files = LocalFolder(folder, job_name(root))
         self.path = self._files.path
-        self._tier = tier
         self._root = root
-        self._where = f"{self.path} on host {tier.host_name}"
+        self._where = f"{self.path} on host {host}"
         self._owner = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._lock = threading.Lock()
         self._spare: list[PartFile] = []
@@ -122,8 +126,8 @@ class HostFolder:
     def make(self) -> None:
         """Make the directory. Raises: StorageError: The tier cannot be written."""
         _in_use.add(self._owner)
-        with translate_errors("make the directory of the local tier", self._where):
-            make_folders(self._tier.folder)
+        with translate_errors(f"make the directory of {self._title}", self._where):
+            make_folders(self._folder)
             # Shared memory is open to all users of a host, and the parts are the weights.
             self._files.make_private()
             (self._files / _SPARE).make()
@@ -203,7 +207,7 @@ class HostFolder:
         """Count a restore of a save; one process of a host does."""
         counts = self.restores()
         counts[save.name] = counts.get(save.name, 0) + 1
-        with translate_errors("count a restore in the local tier", self._where):
+        with translate_errors(f"count a restore in {self._title}", self._where):
             self._files.replace(_RESTORES, json.dumps(counts).encode())
 
     def used_nbytes(self) -> int:
@@ -241,7 +245,7 @@ class HostFolder:
             path = self.path / _SPARE / f"{self._owner}-{self._num_files}{DATA}"
         self.make()  # again, if a user has removed it
         self.validate_space(nbytes)
-        with translate_errors("make a file in the local tier", self._where):
+        with translate_errors(f"make a file in {self._title}", self._where):
             try:
                 return PartFile(path, nbytes)
             except OSError:
@@ -253,18 +257,18 @@ class HostFolder:
 
     def validate_space(self, nbytes: int) -> None:
         """Check that so many bytes more fit into the tier. Raises: StorageFullError: They do not."""
-        limit, used = self._tier.max_nbytes, self.used_nbytes()
+        limit, used = self._max_nbytes, self.used_nbytes()
         if limit is not None and used + nbytes > limit:
             raise StorageFullError(
-                f"the local tier {self._where} is full: {format_nbytes(used)} of its max_nbytes, "
+                f"{self._title} {self._where} is full: {format_nbytes(used)} of its max_nbytes, "
                 f"{format_nbytes(limit)}, are in use, and {format_nbytes(nbytes)} more are needed; raise it, or "
                 "keep fewer steps"
             )
-        with translate_errors("look at the local tier", self._where):
+        with translate_errors(f"look at {self._title}", self._where):
             free = shutil.disk_usage(self.path).free
         if nbytes > free:
             raise StorageFullError(
-                f"the local tier {self._where} is full: {format_nbytes(free)} are free, and "
+                f"{self._title} {self._where} is full: {format_nbytes(free)} are free, and "
                 f"{format_nbytes(nbytes)} are needed; give it more memory, or keep fewer steps"
             )
 
@@ -287,7 +291,7 @@ class HostFolder:
             is_voted: Whether all clients are known to have voted the save complete.
         """
         folder = self._files / index.save.name
-        with translate_errors("put a part into the local tier", self._where):
+        with translate_errors(f"put a part into {self._title}", self._where):
             folder.make()
             with self._lock:
                 file.move(folder.path / f"{index.client}{DATA}")
@@ -297,7 +301,7 @@ class HostFolder:
     def note_voted(self, save: SaveId, client: int) -> None:
         """Note that all clients voted a save complete."""
         folder = self.path / save.name
-        with translate_errors("note a vote in the local tier", self._where):
+        with translate_errors(f"note a vote in {self._title}", self._where):
             rename(folder / f"{client}{WRITTEN}", folder / f"{client}{VOTED}")
 
     # --- removing -----------------------------------------------------------------------------------------------
@@ -357,6 +361,13 @@ class HostFolder:
             if newest is None or not save.belongs_to(newest.root):
                 continue
             if save not in stay and save not in own and save < newest:
+                with suppress(OSError):
+                    self._files.remove_tree(folder.name)
+
+    def remove_before(self, number: int) -> None:
+        """Remove the saves of smaller numbers, whichever process wrote them."""
+        for save, folder in list(self._saves()):
+            if save.number < number:
                 with suppress(OSError):
                     self._files.remove_tree(folder.name)
 

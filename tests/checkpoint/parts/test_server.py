@@ -10,13 +10,12 @@ from http.client import HTTPConnection, HTTPException
 import pytest
 import torch
 
-from dtckpt import LocalTier
+from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.open_part import piece_digest, piece_seed
+from dtckpt.checkpoint.parts.peers import BoxRequest, Peer
+from dtckpt.checkpoint.parts.records import PartIndex, PartPiece, PartTensor, SaveId
+from dtckpt.checkpoint.parts.server import LENGTH_NBYTES, PartServer
 from dtckpt.checkpoint.reading.pieces import c_strides
-from dtckpt.checkpoint.tiers.host_folder import HostFolder
-from dtckpt.checkpoint.tiers.open_part import piece_digest, piece_seed
-from dtckpt.checkpoint.tiers.peers import BoxRequest, Peer
-from dtckpt.checkpoint.tiers.records import PartIndex, PartPiece, PartTensor, SaveId
-from dtckpt.checkpoint.tiers.server import LENGTH_NBYTES, PartServer
 from dtckpt.errors import CheckpointCorruptError, StorageError, StorageFullError
 from dtckpt.layout.region import Region
 
@@ -37,7 +36,7 @@ def index_of(*, save=SAVE, client=1, nbytes=NBYTES, digest=None, offset=0, regio
 
 @pytest.fixture
 def folder(tmp_path):
-    made = HostFolder(LocalTier(path=tmp_path / "tier", max_nbytes=1 << 20), "root")
+    made = HostFolder(tmp_path / "tier", "root", host="here", max_nbytes=1 << 20)
     made.make()
     return made
 

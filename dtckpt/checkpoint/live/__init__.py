@@ -1,0 +1,1 @@
+"""Live checkpoints: a job publishes versions of its state from memory; other jobs restore them onto their mesh."""

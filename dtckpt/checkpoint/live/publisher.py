@@ -1,0 +1,440 @@
+"""`Publisher`: a job publishes versions of its state from the memory of its hosts; other jobs read them.
+
+::
+
+    training      | publish: copy |  next steps ...
+    background                    | digests | held: all parts are whole and known to the registry: readable
+    next publish  | retired versions that no reader leases give their memory back | copy | ...
+
+The bytes stay here. The registry (`dtckpt.coordination.feeds`) knows which client has which part, who reads, and when
+memory may be freed. A version becomes readable with its last part, so a reader sees all of a version or nothing of it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.live.feed_client import feed_client
+from dtckpt.checkpoint.live.version_checkpoint import index_digest
+from dtckpt.checkpoint.live.versions import (
+    PartAddress,
+    job_of_feed,
+    location_of_version,
+    save_of_version,
+    title_of_version,
+)
+from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.part_writer import PartInProgress, described_pieces
+from dtckpt.checkpoint.parts.peers import Peer, own_address
+from dtckpt.checkpoint.parts.records import NO_COPIES, PartIndex, SaveId
+from dtckpt.checkpoint.parts.server import PartServer
+from dtckpt.checkpoint.saving.agree import Agreed, Proposal, agree
+from dtckpt.checkpoint.saving.plan import SavePlan
+from dtckpt.checkpoint.saving.report import SaveReport
+from dtckpt.checkpoint.saving.save_handle import SaveHandle
+from dtckpt.checkpoint.saving.state import State, state_of_tree
+from dtckpt.coordination.connect import current_coordination
+from dtckpt.coordination.feeds.client import FeedClient
+from dtckpt.coordination.feeds.events import MAX_KEEP, validate_feed
+from dtckpt.errors import (
+    ConfigError,
+    DtckptError,
+    FeedConflictError,
+    StorageFullError,
+    TicketError,
+    VersionGoneError,
+    VersionLeasedError,
+)
+from dtckpt.format.digest import bytes_digest
+
+logger = logging.getLogger("dtckpt.live")
+
+WhenFull = Literal["wait", "skip", "raise"]
+POLL_S = 0.05
+"""How often a publisher asks whether readers have let go of a version."""
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  every user's directory lies below it, and is private
+
+
+def default_folder() -> Path:
+    """Return the directory of live versions: ``DTCKPT_LIVE_FOLDER``, else one of this user in shared memory."""
+    if named := os.environ.get("DTCKPT_LIVE_FOLDER"):
+        return Path(named).absolute()
+    memory = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+    return memory / f"dtckpt-live-{os.getuid()}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _BegunVersion:
+    """A version whose elements are in memory, before its digests are taken.
+
+    Args:
+        save: Its identity.
+        agreed: The agreed plan, and this client's state in the file.
+        part: The file.
+    """
+
+    save: SaveId
+    agreed: Agreed
+    part: PartInProgress
+
+
+class Publisher:
+    """Publishes versions of a job's state to a feed. A context manager.
+
+    Collective: Over all clients of the job, with the same arguments but ``folder`` and ``address``; barrier
+    ``live/open``.
+
+    Args:
+        name: Name of the feed, in the coordinator.
+        keep: How many readable versions stay in memory. While the next version is copied there is one more.
+        folder: A directory in the memory of this host. Readers of this host and user map it; the others ask this
+            client's server. Default: ``DTCKPT_LIVE_FOLDER``, else one of this user below ``/dev/shm``.
+        max_nbytes: Bound on the bytes that the clients of this host take together; checked before the first byte is
+            copied. Default: the space that there is.
+        when_full: What `publish` does while readers hold all versions but the newest ones, or memory is full: it waits
+            at most ``timeout_s`` seconds, skips the version, or raises. ``wait`` raises in the end.
+        address: Address at which readers reach this client. Default: the address from which it reaches ``MASTER_ADDR``.
+        options: Of these, ``timeout_s`` and ``chunk_nbytes`` count, and how copies of one value are told apart.
+        timeout_s: Longest wait of `publish` for memory, and of readers' requests, in seconds.
+
+    Raises:
+        ConfigError: A value is out of range, or there is no coordinator.
+        FencedError: Another job, or a newer attempt of this one, publishes the feed.
+        CoordinatorPermissionError: The token of this job may not publish it.
+        StorageError: The folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        keep: int = 2,
+        folder: str | PathLike[str] | None = None,
+        max_nbytes: int | None = None,
+        when_full: WhenFull = "wait",
+        address: str | None = None,
+        options: SaveOptions | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        validate_feed(name)
+        if type(keep) is not int or not 1 <= keep <= MAX_KEEP:
+            raise ConfigError(f"Publisher: keep is {keep!r}; expected 1 to {MAX_KEEP} versions")
+        if when_full not in ("wait", "skip", "raise"):
+            raise ConfigError(f"Publisher: when_full is {when_full!r}; expected 'wait', 'skip' or 'raise'")
+        self.name = name
+        self.keep = keep
+        self._when_full = when_full
+        self._timeout_s = timeout_s
+        self._options = options or SaveOptions()
+        self._coordination = current_coordination()
+        member = self._coordination.member
+        self._client = member.client
+        self._host = os.environ.get("DTCKPT_HOST") or os.uname().nodename
+        where = default_folder() if folder is None else Path(folder).absolute()
+        self._folder = HostFolder(
+            where, job_of_feed(name, member.job), host=self._host, title="the live versions", max_nbytes=max_nbytes
+        )
+        self._held: dict[int, SaveId] = {}
+        self._handle: SaveHandle | None = None
+        self._feeds: FeedClient | None = None
+        self._server: PartServer | None = None
+        self._next_number = 1
+        try:
+            self._open(where, address)
+        except BaseException:
+            self._end()
+            raise
+
+    def _open(self, where: Path, address: str | None) -> None:
+        """Open the feed and this client's server, and learn the others' servers."""
+        collective = Collective(self._coordination, "live", self._options.timeout_s)
+
+        def introduce() -> tuple[None, bytes]:
+            self._feeds = feed_client(self._coordination)
+            self._folder.make()
+            self._folder.remove_spare_of_the_dead()
+            try:
+                self._server = PartServer(self._folder, address or own_address(), self._timeout_s, self._check_ticket)
+            except OSError as error:
+                raise ConfigError(f"Publisher: this client cannot listen at {address!r}: {error}") from error
+            number = self._feeds.open(self.name, keep=self.keep)
+            token = secrets.token_hex(16) if collective.is_leader else ""
+            return None, json.dumps([self._server.url, self._host, token, number, self.keep]).encode()
+
+        with collective.process_lock():
+            _, payloads = collective.run_round_with_value("open", introduce, phase="plan")
+        facts = {client: json.loads(data) for client, data in payloads.items()}
+        _, _, token, number, keep = facts[collective.leader]
+        if any(fact[4] != keep for fact in facts.values()):
+            raise ConfigError(f"Publisher: clients pass different keep; got {[fact[4] for fact in facts.values()]}")
+        self._next_number = number
+        assert self._server is not None  # noqa: S101  made in the round
+        self._server.open(token)
+        self._peers: Mapping[int, Peer] = {
+            client: Peer(url, host, token, self._timeout_s) for client, (url, host, *_) in facts.items()
+        }
+        self._endpoint = PartAddress(
+            self._server.url, self._host, str(where), job_of_feed(self.name, self._coordination.member.job),
+            self._folder.token(),
+        )  # fmt: skip
+        if self._client == min(client for client, fact in facts.items() if fact[1] == self._host):
+            # What a former attempt of this job left on this host. Readers that have mapped it keep it.
+            self._folder.remove_before(number)
+
+    @property
+    def _registry(self) -> FeedClient:
+        if self._feeds is None or self._server is None:
+            raise ConfigError(f"the publisher of feed {self.name!r} is closed")
+        return self._feeds
+
+    def _check_ticket(self, shown: str, save: SaveId) -> None:
+        try:
+            ticket = bytes.fromhex(shown)
+        except ValueError:
+            raise TicketError("the request has neither the token of this job nor a ticket") from None
+        self._registry.check(self.name, save.number, ticket, time.time())
+
+    # --- publishing ---------------------------------------------------------------------------------------------------
+
+    def publish(self, tree: Any, *, step: int, wait: bool = False) -> SaveHandle | None:
+        """Publish a version. When this returns, training may change the tensors again.
+
+        The version becomes readable in the background, when all clients have digested their parts; the handle says
+        when, and raises the error if it did not.
+
+        Collective: Over all clients of the job, with the same ``step``; barriers ``live/begin`` (and ``live/united``
+        where clients pass different things for the first time), and ``live/held`` in the background.
+
+        Blocks: On the copy to the memory of this host; before it, on the version before, and on readers that hold old
+        versions (see ``when_full``).
+
+        Args:
+            tree: As for `dtckpt.save`.
+            step: The step of the training, from 0 on. Readers may ask for it. A step before an earlier one is published
+                all the same, and marked as rewound.
+            wait: Return only when the version is readable.
+
+        Returns:
+            The handle; None if ``when_full="skip"`` and there is no memory.
+
+        Raises:
+            StorageFullError: There is no memory for the version; nothing was published.
+            FencedError: A newer attempt of the job publishes the feed.
+            CoordinatorUnavailableError: The coordinator does not answer.
+            DtckptError: As `dtckpt.save_async`; or the error of the version before, if the caller has not seen it.
+        """
+        if type(step) is not int or step < 0:
+            raise ConfigError(f"feed {self.name!r}: step is {step!r}; expected a whole number from 0 on")
+        start, before = time.monotonic(), self._handle
+        if before is not None:
+            before.wait()
+        collective = Collective(self._coordination, "live", self._options.timeout_s)
+        with ExitStack() as stack:
+            stack.enter_context(collective.process_lock())
+            try:
+                version = self._begin(tree, step, collective, before)
+            except StorageFullError as error:
+                if self._when_full != "skip":
+                    raise
+                logger.warning("step %d is not published to feed %r: %s", step, self.name, error)
+                return None
+            locks = stack.pop_all()
+        path = location_of_version(self.name, step)
+        handle = SaveHandle(
+            path, collective.phases, timeout_s=self._options.timeout_s, blocking_s=time.monotonic() - start
+        )
+
+        def complete() -> SaveReport:
+            self._hold(version, collective)
+            return SaveReport(path, version.agreed.plan.nbytes, collective.phases.costs)
+
+        handle.launch(complete, locks, lambda _: None)
+        self._handle = handle
+        if wait:
+            handle.result()
+        return handle
+
+    def _begin(self, tree: Any, step: int, collective: Collective, before: SaveHandle | None) -> _BegunVersion:
+        """Copy this client's part, and agree with the others. Collective: as `publish`."""
+        client, phases = collective.client, collective.phases
+        phases.begin(location_of_version(self.name, step), is_shown=False)
+        part = PartInProgress(self._folder, client)
+        server = self._server
+
+        def propose() -> tuple[Proposal, bytes]:
+            # In the first round, so that all clients raise it together.
+            if before is not None:
+                before.raise_unseen_failure()
+            registry = self._registry
+            state = state_of_tree(tree, self._options, client, collective.participants)
+            proposal = Proposal.of(state, collective.participants, self._options)
+            self._take_memory(part, proposal.plan, registry)
+            summary = proposal.summary()
+            assert server is not None  # noqa: S101  the registry is open
+            server.keep_texts({proposal.digest: proposal.text, summary.tree: proposal.state.tree})
+            number = registry.open(self.name, keep=self.keep) if collective.is_leader else 0
+            facts = [max(number, self._next_number), summary.to_bytes().decode()]
+            return proposal, json.dumps(facts, ensure_ascii=False).encode()
+
+        def stage(state: State, plan: SavePlan) -> State:
+            with phases.measure("stage"):
+                return part.take(plan).staging.stage(
+                    state, plan, client, with_copies=False, count=phases.count, beside=NO_COPIES
+                )
+
+        def read(_: str, other: int, digest: int) -> bytes:
+            assert server is not None  # noqa: S101  as above
+            return server.texts[digest] if other == client else self._peers[other].text(digest)
+
+        with part.given_back_on_failure():
+            agreed = agree(
+                collective, propose, stage, read, step=step, summary_of=lambda data: json.loads(data)[1].encode()
+            )
+            number = json.loads(agreed.payloads[collective.leader])[0]
+            self._next_number = number + 1
+            save = save_of_version(self.name, number, step, len(collective.participants))
+            return _BegunVersion(save, agreed, part)
+
+    def _take_memory(self, part: PartInProgress, plan: SavePlan, registry: FeedClient) -> None:
+        """Take the file for a version; first free the versions that are retired and that no reader leases.
+
+        Raises:
+            StorageFullError: There is no memory in time.
+        """
+        deadline = time.monotonic() + (self._timeout_s if self._when_full == "wait" else 0.0)
+        while True:
+            readers = self._free_versions(registry)
+            try:
+                if len(self._held) > self.keep:
+                    raise StorageFullError(
+                        f"feed {self.name!r} has {len(self._held)} versions in memory, and keeps {self.keep}; readers "
+                        f"hold older ones: {readers}; end these readers, or keep more"
+                    )
+                part.take(plan)
+                return
+            except StorageFullError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(POLL_S)
+
+    def _free_versions(self, registry: FeedClient) -> str:
+        """Free old versions as far as readers let go of them; return why one of them stays."""
+        stays = ""
+        for number, save in sorted(self._held.items())[: -self.keep]:
+            try:
+                with suppress(VersionGoneError):
+                    registry.withdraw(self.name, number)
+            except (VersionLeasedError, FeedConflictError) as error:
+                stays = stays or str(error)
+                continue
+            self._free(number, save)
+        return stays
+
+    def _free(self, number: int, save: SaveId) -> None:
+        del self._held[number]
+        self._folder.remove(save, self._client)
+        if self._server is not None:
+            self._server.forget_part()
+
+    def _hold(self, version: _BegunVersion, collective: Collective) -> None:
+        """Take digests, and make the version readable. Collective: Over all clients; barrier ``live/held``."""
+        save, plan, client, registry = version.save, version.agreed.plan, collective.client, self._registry
+
+        def put() -> bytes:
+            file = version.part.take(plan)
+            tensors, pieces, _ = described_pieces(version.agreed.state, plan, file, client, NO_COPIES)
+            index = PartIndex(save, client, file.nbytes, version.agreed.state.tree, tensors, pieces, {})
+            data = index.to_bytes()
+            registry.announce(
+                self.name,
+                save.number,
+                step=save.step,
+                num_parts=save.num_clients,
+                tree_digest=bytes_digest(repr(sorted(version.agreed.agreement.trees)).encode()).to_bytes(8, "big"),
+                timeout_s=self._options.timeout_s,
+            )
+            self._folder.put(file, index, data, is_voted=True)
+            self._held[save.number] = save
+            registry.put_part(
+                self.name,
+                save.number,
+                endpoint=self._endpoint.to_bytes(),
+                digest=index_digest(data),
+                nbytes=sum(piece.region.numel for piece in pieces),
+            )
+            return b""
+
+        try:
+            collective.run_round("held", put, phase="digest")
+        except BaseException as error:
+            self._abort(version, error)
+            raise
+        collective.phases.end()
+        logger.info("%s is readable", title_of_version(self.name, save.number, save.step))
+
+    def _abort(self, version: _BegunVersion, cause: BaseException) -> None:
+        """Let a version fail, and free its memory, unless readers may have it already."""
+        number = version.save.number
+        try:
+            self._registry.abort(self.name, number, f"{type(cause).__name__}: {cause}")
+        except DtckptError as error:
+            if number in self._held:
+                # It is readable, or nobody can say. It is freed as all versions are, when a newer one is published.
+                logger.warning("version %d of feed %r stays in memory for now: %s", number, self.name, error)
+                return
+        self._held.pop(number, None)
+        version.part.give_back()
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(has_failed=error is not None)
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """End publishing, and free the versions. Local; readers under way may go on for ``timeout_s`` seconds.
+
+        Args:
+            has_failed: Whether the job ends by an error; then this client waits for no reader.
+        """
+        if self._handle is not None:
+            self._handle.wait()
+        feeds = self._feeds
+        if feeds is not None and self._held:
+            deadline = time.monotonic() + (0.0 if has_failed else self._timeout_s)
+            for number in self._held:
+                with suppress(DtckptError):
+                    feeds.retire(self.name, number)
+            while self._held and time.monotonic() < deadline:
+                for number, save in list(self._held.items()):
+                    with suppress(DtckptError):
+                        feeds.withdraw(self.name, number)
+                        self._free(number, save)
+                time.sleep(POLL_S if self._held else 0.0)
+        self._end()
+
+    def _end(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._server = self._feeds = None
+        for number, save in list(self._held.items()):
+            self._free(number, save)
+        self._folder.close()

@@ -1,0 +1,307 @@
+"""`Subscriber`: takes the versions of a feed into a target, on any mesh, beside it or in place.
+
+::
+
+    fetch     choose a version | read and verify it beside the target      the target is as it was
+    apply     copy it into the target                                      every tensor keeps its address
+
+    update(in_place=True)      read and verify it in the target itself     MIXED until every client has verified it
+
+A target has version n whole, or version n+1 whole, or the subscriber says that it is mixed. No collective joins the two
+jobs, so neither can hang the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from dtckpt.checkpoint.live.coverage import validate_covered
+from dtckpt.checkpoint.live.version_choice import VersionChoice
+from dtckpt.checkpoint.live.versions import location_of_version
+from dtckpt.checkpoint.options import RestoreOptions
+from dtckpt.checkpoint.participants import Group
+from dtckpt.checkpoint.restoring.aside import AsideMemory
+from dtckpt.checkpoint.restoring.report import RestoreReport
+from dtckpt.checkpoint.restoring.restore import StagedRestore, restore_chosen, stage_restore
+from dtckpt.coordination.feeds.events import Want, validate_feed
+from dtckpt.errors import CheckpointError, ConfigError, VersionTimeoutError
+
+logger = logging.getLogger("dtckpt.live")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveVersion:
+    """A version of a feed.
+
+    Args:
+        feed: Name of the feed.
+        number: Its number; later versions have greater ones.
+        step: The step of the training.
+        is_rewound: Whether the feed had a version of a later step before.
+    """
+
+    feed: str
+    number: int
+    step: int
+    is_rewound: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LiveReport:
+    """The bytes that this client took of a version, by source.
+
+    Args:
+        version: The version.
+        nbytes_mapped: Bytes from the memory of this host.
+        nbytes_by_host: Bytes that servers sent, by host.
+        passed_over: Sources that were damaged or did not answer, and the reasons.
+        seconds: From the choice of the version until every client had verified it.
+        restore: The report of the restore: names that were filled, missing, unexpected and converted.
+    """
+
+    version: LiveVersion
+    nbytes_mapped: int
+    nbytes_by_host: Mapping[str, int]
+    passed_over: tuple[str, ...]
+    seconds: float
+    restore: RestoreReport | None = field(repr=False)
+
+    @property
+    def nbytes_received(self) -> int:
+        """Bytes from all sources."""
+        return self.nbytes_mapped + sum(self.nbytes_by_host.values())
+
+
+class StagedVersion:
+    """A version that every client has verified, beside the target of a subscriber.
+
+    Args:
+        subscriber: The subscriber.
+        staged: The restore.
+        report: The report.
+    """
+
+    def __init__(self, subscriber: Subscriber, staged: StagedRestore, report: LiveReport) -> None:
+        self.report = report
+        self._subscriber = subscriber
+        self._staged: StagedRestore | None = staged
+
+    @property
+    def version(self) -> LiveVersion:
+        """The version."""
+        return self.report.version
+
+    def apply(self) -> Any:
+        """Copy the version into the target: its tensors keep their addresses. Local; each client calls it.
+
+        If this fails, the subscriber `is_mixed` until a whole version is in.
+
+        Returns:
+            The target.
+
+        Raises:
+            CheckpointError: The version was applied or dropped, or a later one has taken its memory.
+        """
+        return self._subscriber._apply(self)
+
+    def drop(self) -> None:
+        """Forget the version; the target stays as it is."""
+        self._staged = None
+
+
+class Subscriber:
+    """Takes versions of a feed into one target. A context manager. Local; its calls are collective.
+
+    Args:
+        name: Name of the feed.
+        target: As for `dtckpt.restore`: a tree of tensors and stateful objects, on any mesh. Its tensors may be views
+            of a model's parameters, such as slices of a fused weight.
+        covers: Modules whose parameters and persistent buffers the target's tensors must fill, byte by byte, each byte
+            once. So no parameter is left out, and no tensor of the target is a copy that the model never reads.
+            Default: not checked.
+        options: See `dtckpt.RestoreOptions`. By default every published tensor must be in the target;
+            ``allow_unexpected`` passes over others, which the report lists.
+        group: The clients that read, as for `dtckpt.restore`.
+        allow_rewound: Whether to take versions of an earlier step than the feed has had before, as a publisher that was
+            restarted makes them.
+        max_staging_nbytes: Bound on the memory beside the target. Default: none.
+        timeout_s: Longest wait for each answer of a publisher's client, in seconds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        target: Any,
+        *,
+        covers: nn.Module | tuple[nn.Module, ...] = (),
+        options: RestoreOptions | None = None,
+        group: Group | None = None,
+        allow_rewound: bool = True,
+        max_staging_nbytes: int | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        validate_feed(name)
+        if target is None:
+            raise ConfigError("Subscriber: expected a target; `dtckpt.restore('live://feed')` makes new tensors")
+        self.name = name
+        self.target = target
+        self.report: LiveReport | None = None
+        self._options = options or RestoreOptions()
+        self._group = group
+        self._allow_rewound = allow_rewound
+        self._timeout_s = timeout_s
+        self._aside = AsideMemory(max_staging_nbytes)
+        self._version: LiveVersion | None = None
+        self._is_mixed = False
+        self._staged: StagedVersion | None = None
+        modules = (covers,) if isinstance(covers, nn.Module) else covers
+        if modules:
+            validate_covered(target, modules)
+
+    @property
+    def version(self) -> LiveVersion | None:
+        """The version that the target has; None: none yet, or it was invalidated, or the target is mixed."""
+        return self._version
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the target has parts of several versions; only a whole version changes that."""
+        return self._is_mixed
+
+    def invalidate(self) -> None:
+        """Forget which version the target has, as its memory was changed: the next update takes even the same one."""
+        self._version = None
+
+    def fetch(self, *, newer: bool = True, step: int | None = None, timeout_s: float = 60.0) -> StagedVersion:
+        """Read a version beside the target. When this returns, every client has verified its part of it.
+
+        Collective: Over the clients of the group, as `dtckpt.restore`; also round ``restore/lease``.
+
+        Blocks: On the wait for a version, at most ``timeout_s`` seconds, and on the read.
+
+        Args:
+            newer: Only a version newer than the target's.
+            step: The newest version of this step; default: the newest of all.
+            timeout_s: How long to wait for such a version.
+
+        Raises:
+            VersionTimeoutError: There is no such version in time.
+            VersionGoneError: The version ended while it was read; fetch again.
+            SourceLostError: The publisher's clients that have it are lost.
+            DtckptError: As `dtckpt.restore`. The target is as it was, whatever is raised.
+        """
+        choice, start = self._choice(timeout_s, step, newer=newer), time.monotonic()
+        if self._staged is not None:
+            self._staged.drop()  # the new version takes its memory
+        staged = stage_restore(
+            location_of_version(self.name, step),
+            choice,
+            self.target,
+            self._aside,
+            options=self._restore_options(timeout_s),
+            group=self._group,
+        )
+        self._staged = StagedVersion(self, staged, self._report_of(choice, start, staged.report))
+        return self._staged
+
+    def update(
+        self, *, in_place: bool = False, newer: bool = True, step: int | None = None, timeout_s: float = 60.0
+    ) -> LiveVersion | None:
+        """Take a version into the target.
+
+        Collective: As `fetch`.
+
+        Args:
+            in_place: Read into the target itself, which needs no memory beside it. If this fails, the target is mixed,
+                and `is_mixed` says so until a whole version is in.
+            newer: As for `fetch`.
+            step: As for `fetch`.
+            timeout_s: As for `fetch`; 0: return at once if there is no such version.
+
+        Returns:
+            The version; None if ``timeout_s`` is 0 and there is no such version.
+
+        Raises:
+            DtckptError: As `fetch`.
+        """
+        try:
+            if not in_place:
+                self.fetch(newer=newer, step=step, timeout_s=timeout_s).apply()
+            else:
+                self._read_in_place(newer=newer, step=step, timeout_s=timeout_s)
+        except VersionTimeoutError:
+            if timeout_s > 0:
+                raise
+            return None
+        return self._version
+
+    def _read_in_place(self, *, newer: bool, step: int | None, timeout_s: float) -> None:
+        choice, start = self._choice(timeout_s, step, newer=newer), time.monotonic()
+        before, reports = self._version, list[RestoreReport]()
+        # From the first byte on: whoever asks meanwhile, or after a failure, must not take it for the old version.
+        self._version, self._is_mixed = None, True
+        try:
+            restore_chosen(
+                location_of_version(self.name, step),
+                choice,
+                self.target,
+                options=replace(self._restore_options(timeout_s), report=reports.append),
+                group=self._group,
+            )
+        except BaseException as error:
+            if not (choice.opened and choice.opened[-1].parts.traffic.has_begun):
+                # Nothing was written: the version was not found, or it was refused as a whole.
+                self._version, self._is_mixed = before, False
+            elif isinstance(error, Exception):
+                logger.error("the target of feed %r has parts of several versions: %s", self.name, error)
+            raise
+        self.report = self._report_of(choice, start, reports[-1])
+        self._version, self._is_mixed = self.report.version, False
+
+    def _apply(self, staged: StagedVersion) -> Any:
+        restore, staged._staged = staged._staged, None
+        if restore is None or staged is not self._staged:
+            raise CheckpointError(f"this version of feed {self.name!r} was applied or dropped; fetch again")
+        self._version, self._is_mixed, self._staged = None, True, None
+        result = restore.apply()
+        self._version, self._is_mixed, self.report = staged.version, False, staged.report
+        return result
+
+    def _choice(self, timeout_s: float, step: int | None, *, newer: bool) -> VersionChoice:
+        newer_than = self._version.number if newer and self._version is not None else 0
+        want = Want(newer_than=newer_than, step=step, allow_rewound=self._allow_rewound)
+        return VersionChoice(self.name, want, wait_s=timeout_s, timeout_s=self._timeout_s)
+
+    def _restore_options(self, wait_s: float) -> RestoreOptions:
+        # The others wait for the leader, which waits for a version.
+        return replace(self._options, timeout_s=self._options.timeout_s + wait_s)
+
+    def _report_of(self, choice: VersionChoice, start: float, restore: RestoreReport | None) -> LiveReport:
+        lease, traffic = choice.lease, choice.opened[-1].parts.traffic
+        assert lease is not None  # noqa: S101  a version was read
+        version = LiveVersion(self.name, lease.number, lease.step, lease.is_rewound)
+        return LiveReport(
+            version, traffic.local, dict(traffic.by_host), tuple(traffic.damaged), time.monotonic() - start, restore
+        )
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory beside the target. Local."""
+        if self._staged is not None:
+            self._staged.drop()
+            self._staged = None
+        self._aside.clear()

@@ -1,0 +1,94 @@
+"""The values of live versions, and their text in the registry; pure.
+
+A *version* is one state that all clients of a job published to a feed. Each client's share of it is a part, as in a
+save of the local tier: the elements in one file, and an index.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from dtckpt.checkpoint.parts.records import SaveId
+from dtckpt.coordination.feeds.events import MAX_ENDPOINT_BYTES
+from dtckpt.errors import CheckpointCorruptError, ConfigError
+from dtckpt.format.digest import bytes_digest
+from dtckpt.storage.url import Url
+
+SCHEME = "live"
+"""Of the locations of live versions."""
+KIND = "live version"
+_LOCATION = re.compile(r"(?P<feed>[^@]+)(?:@(?P<step>\d{1,18}))?")
+
+
+def job_of_feed(feed: str, job: str) -> str:
+    """Return what tells the parts of a job's feed from others in a host's folder."""
+    return f"{SCHEME}://{feed} of {job}"
+
+
+def save_of_version(feed: str, number: int, step: int, num_clients: int) -> SaveId:
+    """Return a version as the save that its parts name."""
+    return SaveId(number, step, num_clients, is_durable=False, token=f"{bytes_digest(feed.encode()) & 0xFFFFFFFF:08x}")
+
+
+def title_of_version(feed: str, number: int, step: int) -> str:
+    """Return a version's name in messages."""
+    return f"version {number} (step {step}) of feed {feed!r}"
+
+
+def location_of_version(feed: str, step: int | None = None) -> Url:
+    """Return the location of the newest version of a feed, or of a step."""
+    return Url(SCHEME, feed if step is None else f"{feed}@{step}")
+
+
+def is_live(location: object) -> bool:
+    """Whether a location, or a text, names a live version."""
+    return str(location).startswith(f"{SCHEME}://")
+
+
+def parse_location(location: object) -> tuple[str, int | None]:
+    """Return the feed and the step that ``live://feed`` or ``live://feed@step`` names; None: the newest version.
+
+    Raises:
+        ConfigError: The location is malformed.
+    """
+    match = _LOCATION.fullmatch(str(location).removeprefix(f"{SCHEME}://"))
+    if match is None:
+        raise ConfigError(f"{str(location)!r} names no live version; expected live://feed or live://feed@step")
+    return match["feed"], None if match["step"] is None else int(match["step"])
+
+
+@dataclass(frozen=True, slots=True)
+class PartAddress:
+    """Where readers reach a client's part.
+
+    Args:
+        url: ``host:port`` of its server.
+        host: Name of its host.
+        folder: The directory of the parts on its host; empty: readers of the host ask the server.
+        root: Tells the job from others in that directory.
+        token: The random token of the job's directory: a reader that finds it there is on the same host.
+    """
+
+    url: str
+    host: str
+    folder: str = ""
+    root: str = ""
+    token: str = ""
+
+    def to_bytes(self) -> bytes:
+        """Return the text for the registry, which has a bound: a folder whose path is too long is left out."""
+        data = json.dumps([self.url, self.host, self.folder, self.root, self.token]).encode()
+        return data if len(data) <= MAX_ENDPOINT_BYTES else json.dumps([self.url, self.host, "", "", ""]).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> PartAddress:
+        """Read a text. Raises: CheckpointCorruptError: It is malformed."""
+        try:
+            facts = json.loads(data)
+            if not all(isinstance(fact, str) for fact in facts):
+                raise TypeError("expected five texts")
+            return cls(*facts)
+        except (ValueError, TypeError) as error:
+            raise CheckpointCorruptError(f"the address of a live part cannot be read: {error}") from error

@@ -1,0 +1,87 @@
+"""`AsideMemory`: host memory beside a target's tensors, which a restore fills while the target stays as it is.
+
+::
+
+    plan      leaf (the target's memory)  --beside-->  leaf of the same regions, in this memory
+    read      fill and verify the second leaf; the target is in use meanwhile
+    apply     copy the second leaf into the first: every tensor keeps its address
+
+The memory is kept for the next restore into the same target: new memory costs a page fault per page, which takes longer
+than the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+
+from dtckpt.checkpoint.leaves import Leaf
+from dtckpt.checkpoint.restoring.fill import note_writes
+from dtckpt.comm import host_memory, torch_private
+from dtckpt.errors import CheckpointError, format_nbytes
+
+_Key = tuple[torch.device, int, torch.dtype, tuple[int, ...], tuple[int, ...]]
+
+
+class AsideMemory:
+    """Memory beside the tensors of one target.
+
+    Args:
+        max_nbytes: Bound on the bytes of the memory; None: no bound.
+    """
+
+    def __init__(self, max_nbytes: int | None = None) -> None:
+        self._max_nbytes = max_nbytes
+        self._memory: dict[_Key, torch.Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory that is kept."""
+        return sum(memory.nbytes for memory in self._memory.values())
+
+    def beside(self, leaves: Iterable[Leaf]) -> list[Leaf]:
+        """Return leaves of the same regions in this memory; memory for tensors that are not among them is freed.
+
+        Raises:
+            CheckpointError: The memory would be larger than ``max_nbytes``; none is taken.
+        """
+        leaves = list(leaves)
+        wanted = {_key(memory): memory for leaf in leaves for memory in leaf.components}
+        nbytes = sum(memory.nbytes for memory in wanted.values())
+        if self._max_nbytes is not None and nbytes > self._max_nbytes:
+            raise CheckpointError(
+                f"memory beside the target would take {format_nbytes(nbytes)}, as its tensors do; got a bound of "
+                f"{format_nbytes(self._max_nbytes)}: raise it, or update in place"
+            )
+        # Memory that is no longer wanted goes first, so that there is never memory for both.
+        self._memory = {key: memory for key, memory in self._memory.items() if key in wanted}
+        for key, memory in wanted.items():
+            if key not in self._memory:
+                self._memory[key] = host_memory.allocate(memory.shape, memory.dtype)
+        return [self._beside(leaf) for leaf in leaves]
+
+    def _beside(self, leaf: Leaf) -> Leaf:
+        components = tuple(self._memory[_key(memory)] for memory in leaf.components)
+        # The tensor of such a leaf stands for nothing but its memory; a client without components has none.
+        tensor = components[0] if components else torch.empty(0)
+        return replace(leaf, tensor=tensor, components=components)
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._memory.clear()
+
+
+def copy_into(leaves: Sequence[Leaf], beside: Sequence[Leaf]) -> None:
+    """Copy the memory beside some tensors into the tensors, which keep their addresses."""
+    note_writes(leaves)
+    targets = [memory.detach() for leaf in leaves for memory in leaf.components]
+    sources = [memory for leaf in beside for memory in leaf.components]
+    with torch.no_grad():
+        torch_private.foreach_copy(targets, sources)
+
+
+def _key(memory: torch.Tensor) -> _Key:
+    """Return what tells a tensor's memory from that of other tensors; tied tensors share it."""
+    return memory.device, memory.data_ptr(), memory.dtype, tuple(memory.shape), memory.stride()
