@@ -374,7 +374,7 @@ class Publisher:
                 save.number,
                 endpoint=self._endpoint.to_bytes(),
                 digest=index_digest(data),
-                nbytes=sum(piece.region.numel for piece in pieces),
+                nbytes=plan.nbytes,
             )
             return b""
 
