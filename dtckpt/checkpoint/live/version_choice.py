@@ -20,6 +20,7 @@ from dtckpt.checkpoint.parts.part_files import PartCheckpoint
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.timing import BARRIER
+from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.coordination.feeds.client import FeedClient
 from dtckpt.coordination.feeds.events import APPLIED, FAILED, Want
@@ -138,18 +139,24 @@ class LiveCheckpoint(Checkpoint):
         _end(self._feeds, self.lease, APPLIED)
 
 
-def open_live(location: object) -> LiveCheckpoint:
+def open_live(location: object, *, coordination: Coordination | None = None, wait_s: float = 0.0) -> LiveCheckpoint:
     """Open the newest version of a feed, or the newest of a step. Local; the lease lasts until it is closed.
 
+    Args:
+        location: ``live://feed`` or ``live://feed@step``.
+        coordination: Of the reader; default: of this process.
+        wait_s: How long to wait for such a version.
+
     Raises:
-        CheckpointNotFoundError: There is no such version now.
+        CheckpointNotFoundError: There is no such version in time.
         SourceLostError: The clients that have it are lost.
         ConfigError: There is no coordinator, or the location is malformed.
     """
-    choice, feeds = VersionChoice.of_location(location), feed_client(current_coordination())
-    group = f"client {current_coordination().member.client}"
+    coordination = current_coordination() if coordination is None else coordination
+    choice, feeds = VersionChoice.of_location(location), feed_client(coordination)
+    group = f"client {coordination.member.client}"
     try:
-        lease = feeds.subscribe(choice.feed, want=choice.want, group=group, timeout_s=0.0)
+        lease = feeds.subscribe(choice.feed, want=choice.want, group=group, timeout_s=wait_s)
     except (VersionTimeoutError, VersionGoneError) as error:
         raise CheckpointNotFoundError(f"there is no version at {location}: {error}") from None
     try:
