@@ -394,7 +394,8 @@ class Publisher:
         except DtckptError as error:
             if number in self._held:
                 # It is readable, or nobody can say. It is freed as all versions are, when a newer one is published.
-                logger.warning("version %d of feed %r stays in memory for now: %s", number, self.name, error)
+                title = title_of_version(self.name, number, version.save.step)
+                logger.warning("%s stays in memory for now: %s", title, error)
                 return
         self._held.pop(number, None)
         version.part.give_back()
