@@ -78,6 +78,11 @@ class FallbackCoordination:
         primary.max_wait_s = min(primary.max_wait_s, self._interval_s)
 
     @property
+    def primary(self) -> GrpcCoordination:
+        """The connection to the coordinator, where feeds are, whatever the barriers use."""
+        return self._primary
+
+    @property
     def _interval_s(self) -> float:
         return self._primary.heartbeat_timeout_s / 6
 

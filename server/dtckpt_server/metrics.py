@@ -122,7 +122,7 @@ class Metrics:
                 self._leases.labels(facts["outcome"]).inc()
             case "version_readable" | "version_retired" | "version_lost" | "version_failed" as change:
                 self._versions.labels(change.removeprefix("version_")).inc()
-            case _ if "feed" not in facts:
+            case _:
                 self._label(job)
 
     def _label(self, job: str, *series: str) -> str:

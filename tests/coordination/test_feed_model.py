@@ -1,6 +1,6 @@
 """Every promise of the rules of feeds, under events in any order and restarts of the coordinator.
 
-``DTCKPT_TESTS=all`` makes the random part half a million events.
+``DTCKPT_TESTS=all`` makes the random part 200 000 events.
 """
 
 import random
@@ -12,7 +12,7 @@ from support.shares import amount
 
 from .feed_simulation import Simulation, run_randomly
 
-EVENTS = amount(20_000, 500_000)
+EVENTS = amount(20_000, 200_000)
 EVENTS_EACH = 1000
 
 

@@ -73,6 +73,8 @@ def test_numbers_are_used_once(world):
         with pytest.raises(errors.VersionGoneError, match=f"version {number} of feed 'f' is retired"):
             world.announce(number)
     assert world.open().next_number == FLOOR + 6
+    with pytest.raises(errors.FeedConflictError, match="has number 5000; expected 1006, or at most 1000 more"):
+        world.announce(5000)
 
 
 def test_version_that_has_failed_is_not_published_again(world):

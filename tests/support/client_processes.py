@@ -54,6 +54,10 @@ class Answer:
     has_died: bool = False
 
 
+_job_numbers = itertools.count()
+"""Of all pools: several jobs may meet at one coordinator."""
+
+
 def environment_of(client: int, clients: int, job: str, port: int, heartbeat_timeout_s: float) -> dict[str, str]:
     """Return what torchrun tells a client whose job meets at the store of ``port``."""
     return {
@@ -157,7 +161,7 @@ class Pool:
             self._workers.append(Worker(next(self._numbers)))
         for worker in self._workers[:clients]:
             worker.wait_until_ready()
-        job = f"job-{os.getpid()}-{next(self._numbers)}"
+        job = f"job-{os.getpid()}-{next(_job_numbers)}"
         for client, worker in enumerate(self._workers[:clients]):
             environment = environment_of(client, clients, job, self._store.port, heartbeat_timeout_s)
             environment |= {"DTCKPT_COORDINATOR": coordinator} if coordinator else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary
 
 from dtckpt.coordination.api import Coordination
+from dtckpt.coordination.fallback import FallbackCoordination
 from dtckpt.coordination.feeds.client import FeedClient
 from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt.errors import ConfigError
@@ -20,12 +21,13 @@ def feed_client(coordination: Coordination) -> FeedClient:
     """
     client = _clients.get(coordination)
     if client is None:
-        if not isinstance(coordination, GrpcCoordination):
+        primary = coordination.primary if isinstance(coordination, FallbackCoordination) else coordination
+        if not isinstance(primary, GrpcCoordination):
             raise ConfigError(
                 "live versions need a coordinator, which both jobs know; start `dtckpt-coordinator serve`, and set "
                 "DTCKPT_COORDINATOR=host:port"
             )
-        client = _clients[coordination] = FeedClient(coordination)
+        client = _clients[coordination] = FeedClient(primary)
     return client
 
 

@@ -85,6 +85,8 @@ MAX_FEEDS = 16
 """Of one job."""
 MAX_VERSIONS = 64
 """Of one feed that have not ended."""
+MAX_SKIPPED = 1000
+"""How many numbers a publisher may leave out: numbers must not run ahead of the clock that they begin with."""
 MAX_LEASES = 16_384
 """Of one feed."""
 MAX_LEASES_OF_READER = 4
@@ -270,6 +272,11 @@ class FeedRules(Transitions):
 
     def _refuse_used(self, feed: Feed, number: int) -> None:
         """Refuse a new version whose number was used, or before which another version is not finished."""
+        if number > feed.next + MAX_SKIPPED:
+            raise errors.FeedConflictError(
+                f"version of feed {feed.name!r} has number {number}; expected {feed.next}, or at most {MAX_SKIPPED} "
+                "more"
+            )
         if number < feed.next or number in feed.ended:
             self._version(feed, number)  # raises, as the version has ended
         other = next(

@@ -1,0 +1,164 @@
+"""Jobs that publish and jobs that read, run in client processes. They tell each other by files that they may go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dtckpt
+from dtckpt import Layout, Publisher, Subscriber
+from dtckpt.config import Config
+
+FEED = "policy"
+SHAPES = {"w": (12, 10), "moment": (8, 6), "norm": (7,)}
+WAIT_S = 60.0
+
+
+def values(step: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of a step, alike everywhere."""
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def mesh_of_all() -> dtckpt.Mesh:
+    return dtckpt.create_distributed_mesh([("x", Config.from_environ().num_clients)], device_type="CPU")
+
+
+def sharded(whole: dict[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor]:
+    """Return matrices that are sharded along a dim over all clients; the others as they are."""
+    specs = ["x", dtckpt.UNSHARDED] if dim == 0 else [dtckpt.UNSHARDED, "x"]
+    layout = Layout(specs, mesh_of_all())
+    return {
+        name: dtckpt.dtensor.distribute_tensor(tensor, layout.mesh, layout.placements) if tensor.ndim == 2 else tensor
+        for name, tensor in whole.items()
+    }
+
+
+def differs(target: dict[str, torch.Tensor], step: int, dim: int) -> list[str]:
+    """Return the names of tensors that are not those of a step."""
+    expected = sharded(values(step), dim)
+    return [
+        name
+        for name, tensor in target.items()
+        if not all(a.equal(b) for a, b in zip(parts(tensor), parts(expected[name]), strict=True))
+    ]
+
+
+def parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return tensor.components if isinstance(tensor, dtckpt.DTensor) else (tensor,)
+
+
+def note(folder: Path, name: str) -> None:
+    """Let other jobs go on that wait for a name; called by client 0."""
+    if Config.from_environ().client_id == 0:
+        (folder / name).write_bytes(b"")
+
+
+def await_note(folder: Path, name: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not (folder / name).exists():
+        assert time.monotonic() < deadline, f"nobody has said {name!r}"
+        time.sleep(0.01)
+
+
+def publish_steps(folder: Path, steps: Sequence[int], **options: Any) -> list[int]:
+    """Publish steps, each when a reader has the one before; return how many versions were in memory each time."""
+    held = []
+    with Publisher(FEED, folder=folder / "memory", **options) as publisher:
+        for step in steps:
+            tree = {"model": sharded(values(step), 0), "step": step}
+            publisher.publish(tree, step=step, wait=True)
+            held.append(len(publisher._held))
+            await_note(folder, f"took {step}")
+    return held
+
+
+def publish_and_wait(folder: Path, steps: Sequence[int], **options: Any) -> None:
+    """Publish steps one after the other, and stay until a reader says that it has done."""
+    with Publisher(FEED, folder=folder / "memory", **options) as publisher:
+        for step in steps:
+            publisher.publish({"model": sharded(values(step), 0), "step": step}, step=step, wait=True)
+        note(folder, "published")
+        await_note(folder, "done")
+
+
+def read_steps(folder: Path, steps: Sequence[int]) -> list[dict[str, Any]]:
+    """Take each step beside a target, look that the target is the old one, and apply it."""
+    found = []
+    target = {"model": sharded({name: torch.zeros(shape) for name, shape in SHAPES.items()}, 1), "step": -1}
+    addresses = [part.data_ptr() for tensor in target["model"].values() for part in parts(tensor)]
+    with Subscriber(FEED, target) as subscriber:
+        for number, step in enumerate(steps):
+            staged = subscriber.fetch(timeout_s=WAIT_S)
+            before = not number or not differs(target["model"], steps[number - 1], 1)
+            is_untouched = before and target["step"] == (steps[number - 1] if number else -1)
+            staged.apply()
+            found.append(
+                {
+                    "step": subscriber.version.step,
+                    "untouched": is_untouched,
+                    "differs": differs(target["model"], step, 1),
+                    "value": target["step"],
+                    "surplus": subscriber.report.nbytes_received - share_nbytes(),
+                    "stays": addresses == [p.data_ptr() for t in target["model"].values() for p in parts(t)],
+                }
+            )
+            note(folder, f"took {step}")
+    return found
+
+
+def share_nbytes() -> int:
+    """Return the bytes of this client's share of a target: the least that it can receive."""
+    return sum(part.nbytes for tensor in sharded(values(0), 1).values() for part in parts(tensor))
+
+
+def with_reader(folder: Path, work: Callable[..., Any], *args: Any) -> Any:
+    """Do the work of a reader when the versions are published; let the publisher end."""
+    await_note(folder, "published")
+    try:
+        return work(*args)
+    finally:
+        note(folder, "done")
+
+
+def restore_newest(folder: Path) -> Any:
+    def work() -> Any:
+        target = {"model": sharded({name: torch.zeros(shape) for name, shape in SHAPES.items()}, 1), "step": -1}
+        dtckpt.restore("live://policy", target)
+        with dtckpt.open_checkpoint("live://policy@4") as checkpoint:
+            older = checkpoint.read("model/w").equal(values(4)["w"]), checkpoint.format, checkpoint.values["step"]
+        return differs(target["model"], 5, 1), target["step"], older
+
+    return with_reader(folder, work)
+
+
+def update_in_place(folder: Path) -> Any:
+    def work() -> Any:
+        target = {"model": sharded({name: torch.zeros(shape) for name, shape in SHAPES.items()}, 1), "step": -1}
+        with Subscriber(FEED, target) as subscriber:
+            first = subscriber.update(in_place=True)
+            none = subscriber.update(in_place=True, timeout_s=0)
+            subscriber.invalidate()
+            again = subscriber.update()
+            return first.step, none, again == first, subscriber.is_mixed, differs(target["model"], 5, 1)
+
+    return with_reader(folder, work)
+
+
+def refuse_before_writing(folder: Path) -> Any:
+    def work() -> Any:
+        target = {"model": {"w": torch.zeros(3, 3)}}
+        with Subscriber(FEED, target) as subscriber:
+            errors = []
+            for in_place in (False, True):
+                try:
+                    subscriber.update(in_place=in_place)
+                except dtckpt.errors.DtckptError as error:
+                    errors.append(type(error).__name__)
+            return errors, subscriber.version, subscriber.is_mixed, target["model"]["w"].count_nonzero().item()
+
+    return with_reader(folder, work)

@@ -1,0 +1,77 @@
+"""Jobs that publish versions, and jobs on other meshes that take them, in client processes with a coordinator."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from support.client_processes import Pool
+from support.coordinators import server_in_thread
+
+import dtckpt
+from dtckpt import Publisher, Subscriber
+
+from . import live_cases
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.fixture
+def jobs():
+    """Runs a case of a publisher and a case of a reader, each in the client processes of a separate job."""
+    with server_in_thread() as port, Pool() as publishers, Pool() as readers, ThreadPoolExecutor(1) as thread:
+
+        def run(publisher, reader, *, clients=(2, 2)):
+            (publish, *given), (read, *asked) = publisher, reader
+            options = {"group": True, "coordinator": f"127.0.0.1:{port}"}
+            published = thread.submit(publishers.values, publish, *given, clients=clients[0], **options)
+            found = readers.values(read, *asked, clients=clients[1], **options)
+            return published.result(), found
+
+        yield run
+
+
+@pytest.mark.parametrize("clients", [(2, 2), (1, 2), (2, 1)], ids=str)
+def test_another_job_takes_versions_onto_its_mesh(jobs, tmp_path, clients):
+    steps = [3, 4, 7, 8]
+    held, found = jobs(
+        (live_cases.publish_steps, tmp_path, steps), (live_cases.read_steps, tmp_path, steps), clients=clients
+    )
+    for client in found:
+        assert [each["step"] for each in client] == [each["value"] for each in client] == steps
+        assert all(each["untouched"] and each["stays"] and not each["differs"] for each in client)
+        # No byte more than the client's share.
+        assert all(each["surplus"] == 0 for each in client)
+    # Two stay readable, and while the next one is copied there are three.
+    assert all(counts == [1, 2, 3, 3] for counts in held)
+
+
+def test_a_restore_and_an_open_checkpoint(jobs, tmp_path):
+    _, found = jobs((live_cases.publish_and_wait, tmp_path, [4, 5]), (live_cases.restore_newest, tmp_path))
+    assert found == [([], 5, (True, "live version", 4))] * 2
+
+
+def test_updates_in_place(jobs, tmp_path):
+    _, found = jobs((live_cases.publish_and_wait, tmp_path, [5]), (live_cases.update_in_place, tmp_path))
+    assert found == [(5, None, True, False, [])] * 2
+
+
+def test_a_target_that_does_not_fit_is_refused_before_anything_is_written(jobs, tmp_path):
+    _, found = jobs((live_cases.publish_and_wait, tmp_path, [5]), (live_cases.refuse_before_writing, tmp_path))
+    assert all(
+        errors[0] == errors[1] and (version, mixed, written) == (None, False, 0)
+        for errors, version, mixed, written in found
+    )
+
+
+def test_without_a_coordinator(tmp_path):
+    with pytest.raises(dtckpt.errors.ConfigError, match="live versions need a coordinator"):
+        Publisher("policy", folder=tmp_path)
+    with Subscriber("policy", {}) as subscriber, pytest.raises(dtckpt.errors.ConfigError, match="need a coordinator"):
+        subscriber.fetch()
+    with pytest.raises(dtckpt.errors.ConfigError, match="need a coordinator"):
+        dtckpt.open_checkpoint("live://policy")
+
+
+@pytest.mark.parametrize("options", [{"keep": 0}, {"keep": True}, {"when_full": "never"}], ids=str)
+def test_options_out_of_range_are_refused(tmp_path, options):
+    with pytest.raises(dtckpt.errors.ConfigError, match="Publisher"):
+        Publisher("policy", folder=tmp_path, **options)
