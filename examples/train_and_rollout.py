@@ -167,6 +167,15 @@ def run(out: Path, address: str) -> list[dict[str, Any]]:
     ):
         wait_until(lambda: engine.poll() == 0, engine, log)
         wait_until(lambda: trainer.poll() == 0, trainer, its_log)
+    return compare(out)
+
+
+def compare(out: Path) -> list[dict[str, Any]]:
+    """Check that the engine had the trainer's weights in each version; return what it wrote.
+
+    Raises:
+        DemoError: It had not.
+    """
     published, taken = read_lines(out / "published.jsonl"), read_lines(out / "rollouts.jsonl")
     if [*taken] != [*range(0, STEPS + 1, EVERY)]:
         raise DemoError(f"the engine took the versions of steps {[*taken]}")
