@@ -19,13 +19,13 @@ _HEADER = ("version", "step", "state", "age", "parts", "size", "readers", "holde
 
 EPILOG = f"""\b
 States of a version:
-  publishing  clients of the publisher have not put all parts yet
-  readable    a reader gets all of it
-  retiring    no reader begins to read it; its memory stays while others do
-  lost        clients that have its bytes are lost; they may come back
+  publishing  The publisher's clients have not put all parts yet.
+  readable    A reader gets all of it.
+  retiring    No reader begins to read it. Its memory stays while others do.
+  lost        Clients that have its bytes are lost. They may come back.
 
 \b
-{VARIABLES}  DTCKPT_COORDINATOR_TOKEN_FILE or _TOKEN: a job's token shows the feeds that the job publishes or may read.
+{VARIABLES}  DTCKPT_COORDINATOR_TOKEN_FILE or _TOKEN: the job's feeds, and those that it may read.
 
 \b
 Examples:

@@ -23,8 +23,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 VARIABLES = """\
 Variables:
-  DTCKPT_COORDINATOR, or another variable that names the coordinator to clients;
-  DTCKPT_COORDINATOR_CA, _CERT, _KEY, _SERVER_NAME for TLS;
+  DTCKPT_COORDINATOR, or another variable that names the coordinator to clients.
+  DTCKPT_COORDINATOR_CA, _CERT, _KEY, _SERVER_NAME for TLS.
 """
 
 
