@@ -22,7 +22,7 @@ States of a version:
   publishing  The publisher's clients have not put all parts yet.
   readable    A reader gets all of it.
   retiring    No reader begins to read it. Its memory stays while others do.
-  lost        Clients that have its bytes are lost. They may come back.
+  lost        Clients that have its bytes are lost. These clients may come back.
 
 \b
 {VARIABLES}  DTCKPT_COORDINATOR_TOKEN_FILE or _TOKEN: the job's feeds, and those that it may read.

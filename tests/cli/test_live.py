@@ -152,6 +152,22 @@ def test_convert(run, tmp_path, target):
     assert run("diff", "live://policy", tmp_path / "step_20").code == 0 or select
 
 
+def test_reshard(run, tmp_path):
+    result = run("reshard", "live://policy", tmp_path / "step_20", "--mesh", "x=2", "--layout", "model/w=x,unsharded")
+    assert result.code == 0, result
+    assert run("diff", "live://policy@20", tmp_path / "step_20", "--ignore", "layout").code == 0
+
+
+def test_the_version_that_was_planned_is_converted(run, tmp_path, monkeypatch):
+    """A version that is published between the plan and the work is not taken for the planned one."""
+    from dtckpt.checkpoint.converting import convert as module
+
+    opened, open_checkpoint = [], module.open_checkpoint
+    monkeypatch.setattr(module, "open_checkpoint", lambda path: opened.append(str(path)) or open_checkpoint(path))
+    assert run("convert", "live://policy", tmp_path / "step_20").code == 0
+    assert opened[:2] == ["live://policy", "live://policy@20"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
@@ -160,7 +176,8 @@ def test_convert(run, tmp_path, target):
         (("verify", "live://policy@x"), 2, "expected live://feed or live://feed@step"),
         (("cat", "live://policy", "nothing"), 3, "nothing"),
         (("convert", "live://policy", "out.nothing", "--select", "none*"), 3, "none*"),
-        (("ls", "live://policy"), 2, "live"),
+        (("ls", "live://policy"), 2, "is a live version; only a Publisher writes"),
+        (("convert", "live://policy", "live://policy"), 2, "is a live version; only a Publisher writes"),
     ],
 )
 def test_errors(run, arguments, code, text, port, tmp_path, monkeypatch):

@@ -138,6 +138,15 @@ def test_a_plan_has_boxes_and_names_what_is_loaded_whole(rank):
     assert boxes["experts.3.up.weight"].shape == (6, 8)
 
 
+def test_the_loaders_run_once_if_none_of_them_fails():
+    model, calls = TpModel(0, WORLD_SIZE), []
+    load = model.load_weights
+    model.load_weights = lambda weights: calls.append(load(weights))
+    weights = [Weight(name, shape, torch.float32) for name, shape in SHAPES.items() if name != "scale"]
+    assert set(plan_destinations(model, weights).whole) == WHOLE - {"scale"}
+    assert len(calls) == 1
+
+
 def test_the_parameters_of_a_module_are_loaded_in_one_way():
     """A layer of which some go in whole is loaded by the engine, which waits for all of the layer."""
     model = TpModel(0, WORLD_SIZE)
@@ -152,6 +161,7 @@ def test_the_parameters_of_a_module_are_loaded_in_one_way():
 
 
 def test_copies_that_are_not_the_live_parameter_are_loaded_whole():
+    """Situation 25."""
     model = TpModel(0, WORLD_SIZE)
     stale = torch.zeros(8, 8)
     model.load_weights = lambda weights: [stale.copy_(weight) for _, weight in weights]
@@ -175,6 +185,7 @@ def coordinator(monkeypatch, tmp_path):
 
 
 def test_boxes_go_into_the_live_parameters(coordinator):
+    """Situations 24, 25, 29, 30 and 31: other forms, fused parameters, casts, quantized layers, addresses."""
     model = TpModel(1, WORLD_SIZE)
     addresses = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
     receiver = WeightReceiver("policy", coordinator, prefix="model/")
@@ -213,7 +224,22 @@ def test_a_model_is_as_it_was_until_a_version_is_applied(coordinator):
     assert_has(model, 1, rank=0)
 
 
+def test_an_engine_may_move_experts(coordinator):
+    """Situation 32: the plan is as the loaders are now, and its boxes are compared anew."""
+    model, receiver = TpModel(0, WORLD_SIZE), WeightReceiver("policy", coordinator)
+    with Publisher("policy") as feed:
+        for step in range(4):
+            feed.publish(weights_of(step), step=step, wait=True)
+            if step == 2:
+                model.order.reverse()
+            report = receiver.receive(model)
+            receiver.apply()
+            assert (set(report.whole) == set(SHAPES)) == (step in (0, 2))
+    assert torch.equal(model.experts[0], weights_of(3)["experts.3.up.weight"][:6].t())
+
+
 def test_a_failed_load_leaves_it_mixed(coordinator):
+    """Situation 6."""
     model, receiver = TpModel(0, WORLD_SIZE), WeightReceiver("policy", coordinator)
     with Publisher("policy") as feed:
         feed.publish(weights_of(0), step=0, wait=True)
@@ -311,6 +337,7 @@ def test_a_trainer_sends_weights_to_workers(interface, coordinator):
 
 
 def test_no_worker_applies_if_one_fails(interface, coordinator):
+    """Situation 5."""
     workers, weights = Workers(interface), weights_of(0)
     init_info = interface.DtckptTrainerInitInfo("policy", rank=0, workers={"job": "engines"})
     trainer = interface.DtckptTrainerEngine.trainer_init(

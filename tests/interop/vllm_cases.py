@@ -185,6 +185,10 @@ class UnquantizedMethod:
     pass
 
 
+class OwnParameter(nn.Parameter):
+    """A class of parameters, as engines have for their layers."""
+
+
 class Latent(nn.Module):
     """Derives a tensor from a weight after loading, as attention with latent keys does."""
 
@@ -206,6 +210,7 @@ class TpModel(nn.Module):
         self.qkv = nn.Linear(HIDDEN, 3 * HEADS // world_size, bias=False)
         self.qkv.quant_method = UnquantizedMethod()
         self.o = nn.Linear(HEADS // world_size, HIDDEN, bias=False)
+        self.o.weight = OwnParameter(self.o.weight.detach())
         self.experts = nn.Parameter(torch.zeros(EXPERTS, HIDDEN, 12 // world_size))  # transposed
         self.router = nn.Linear(HIDDEN, EXPERTS, bias=False, dtype=torch.float64)  # cast
         self.square = nn.Linear(HIDDEN, HIDDEN, bias=False)  # the engine keeps it in another form
@@ -214,6 +219,7 @@ class TpModel(nn.Module):
         self.latent = Latent()
         self.packed = nn.Linear(HIDDEN, HIDDEN, bias=False)
         self.packed.quant_method = Fp8Method()
+        self.order = [*range(EXPERTS)]
         self.loads = []
 
     def _mine(self, loaded, dim):
@@ -231,9 +237,9 @@ class TpModel(nn.Module):
             elif name == "embed.weight":
                 self.embed.weight.data[:] = self._mine(loaded, 0)
             elif name == "o.weight":
-                self.o.weight.data.copy_(self._mine(loaded, 1).contiguous())
+                self.o.weight.data.copy_(self._mine(loaded, 1).contiguous(), True)
             elif name.startswith("experts."):
-                self.experts.data[int(name.split(".")[1])].copy_(self._mine(loaded, 0).t())
+                self.experts.data[self.order.index(int(name.split(".")[1]))].copy_(self._mine(loaded, 0).t())
             elif name == "scale":
                 self.scale.data.fill_(loaded.item())
             elif name == "latent.weight":

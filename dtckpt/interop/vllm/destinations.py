@@ -66,6 +66,14 @@ class DestinationPlan:
     boxes: tuple[Destination, ...]
     whole: Mapping[str, str]
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """A value that is equal for plans that take the same boxes into the same memory."""
+        return tuple(
+            (each.name, each.view, each.memory.data_ptr(), each.memory.stride(), each.memory.dtype)
+            for each in self.boxes
+        )
+
     def without(self, names: Iterable[str], reason: str) -> DestinationPlan:
         """Return the plan that reads some tensors whole, and with them all others of the same modules."""
         names = set(names)
@@ -117,19 +125,39 @@ def plan_destinations(model: Any, weights: Iterable[Weight]) -> DestinationPlan:
     """
     live, boxes, whole = _Live.of(model), list[Destination](), dict[str, str]()
     touched: dict[str, set[str]] = {}
-    for weight in weights:
-        recorded = RecordedTensor.of(weight.shape, weight.dtype)
+    for weight, recording in _record(model, list(weights)):
         try:
-            with torch.no_grad():
-                model.load_weights([(weight.name, recorded)])
-            boxes += list(_destinations(weight, recorded.recording, live))
-        except Exception as error:  # a loader may raise anything when it finds no elements
-            whole[weight.name] = str(error) or type(error).__name__
-            touched[weight.name] = {live.owners.get(_address(copy.target), "") for copy in recorded.recording.copies}
+            boxes += list(_destinations(weight, recording, live))
+        except NotRecordedError as error:
+            whole[weight.name] = error.message
+            touched[weight.name] = {live.owners.get(_address(copy.target), "") for copy in recording.copies}
     plan = DestinationPlan(tuple(boxes), {})
     for name, reason in whole.items():
         plan = plan.without([name, *_of_one_module(name, touched[name], boxes)], reason)
     return plan
+
+
+def _record(model: Any, weights: list[Weight]) -> Iterator[tuple[Weight, Recording]]:
+    """Yield what the loaders do with each tensor: with all in one run, or, if one of them fails, with each alone."""
+    every = [RecordedTensor.of(weight.shape, weight.dtype) for weight in weights]
+    if not _run(model, [(weight.name, each) for weight, each in zip(weights, every, strict=True)]):
+        yield from ((weight, each.recording) for weight, each in zip(weights, every, strict=True))
+        return
+    for weight in weights:
+        recorded = RecordedTensor.of(weight.shape, weight.dtype)
+        if reason := _run(model, [(weight.name, recorded)]):
+            recorded.recording.reason = recorded.recording.reason or reason
+        yield weight, recorded.recording
+
+
+def _run(model: Any, recorded: list[tuple[str, RecordedTensor]]) -> str:
+    """Run the loaders; return why they failed, empty if they did not."""
+    try:
+        with torch.no_grad():
+            model.load_weights(recorded)
+    except Exception as error:  # a loader may raise anything when it finds no elements
+        return str(error) or type(error).__name__
+    return ""
 
 
 def _of_one_module(name: str, modules: set[str], boxes: Iterable[Destination]) -> Iterator[str]:

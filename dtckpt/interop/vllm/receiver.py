@@ -64,11 +64,19 @@ class ReceivedVersion:
 
 @dataclass(slots=True)
 class _Planned:
-    """A plan for the tensors of the versions of a feed, and whether their boxes were compared with the live memory."""
+    """A plan for the tensors of a version, and whether its boxes were compared with the live memory.
+
+    Args:
+        weights: The tensors.
+        recorded: The plan as the loaders showed it.
+        plan: What is left of it after the comparison.
+        is_compared: Whether there was one.
+    """
 
     weights: tuple[Weight, ...]
+    recorded: tuple[Any, ...]
     plan: DestinationPlan
-    is_compared: bool = False
+    is_compared: bool
 
 
 class WeightReceiver:
@@ -193,11 +201,13 @@ class WeightReceiver:
         return found
 
     def _plan_for(self, model: Any, weights: tuple[Weight, ...]) -> _Planned:
+        """Return the plan for a model. The loaders run each time: an engine may have moved experts meanwhile."""
+        every = DestinationPlan((), dict.fromkeys((each.name for each in weights), "as it was asked"))
+        plan = plan_destinations(model, weights) if self._direct else every
         planned = self._plans.get(id(model))
-        if planned is None or planned.weights != weights:
-            every = DestinationPlan((), dict.fromkeys((each.name for each in weights), "as it was asked"))
-            plan = plan_destinations(model, weights) if self._direct else every
-            planned = self._plans[id(model)] = _Planned(weights, plan, is_compared=not plan.boxes)
+        if planned is None or (planned.weights, planned.recorded) != (weights, plan.identity):
+            planned = _Planned(weights, plan.identity, plan, is_compared=not plan.boxes)
+            self._plans[id(model)] = planned
         return planned
 
     def _compare(self, planned: _Planned) -> None:

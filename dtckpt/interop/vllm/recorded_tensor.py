@@ -31,7 +31,8 @@ VIEWS = frozenset(
 )
 """Functions and attributes that return views, if they return memory of the same storage."""
 FACTS = frozenset(
-    {"__len__", "device", "dim", "dtype", "element_size", "is_contiguous", "is_floating_point", "is_meta", "itemsize"}
+    {"__len__", "device", "dim", "dtype", "element_size", "is_contiguous", "is_cpu", "is_cuda", "is_floating_point"}
+    | {"is_meta", "itemsize"}
     | {"layout", "names", "ndim", "ndimension", "nelement", "numel", "requires_grad", "shape", "size", "storage_offset"}
     | {"stride", "untyped_storage"}
 )
@@ -92,8 +93,9 @@ class RecordedTensor(torch.Tensor):
             NotRecordedError: Elements are needed, or memory is written in another way than by a copy.
         """
         name = _name_of(func)
-        if name in ("copy_", "__setitem__") and isinstance(args[-1], cls) and not isinstance(args[0], cls):
-            return _note_copy(name, args)
+        source = args[1:2] if name == "copy_" else args[2:3] if name == "__setitem__" else ()
+        if source and isinstance(source[0], cls) and not isinstance(args[0], cls):
+            return _note_copy(name, args, source[0])
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         own = next(each for each in tensors if isinstance(each, cls))
         if func.__name__ == "__set__" or any(
@@ -117,10 +119,9 @@ def _name_of(func: Callable[..., Any]) -> str:
     return func.__self__.__name__ if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
-def _note_copy(name: str, args: tuple[Any, ...]) -> torch.Tensor | None:
-    target, source = args[0], args[-1]
-    recording = source.recording
-    memory = target
+def _note_copy(name: str, args: tuple[Any, ...], source: RecordedTensor) -> torch.Tensor | None:
+    target: torch.Tensor = args[0]
+    memory, recording = target, source.recording
     if name == "__setitem__":
         memory = target[args[1]]
         if memory.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
