@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-LIVE = "live://"
-"""A copy of the scheme in `dtckpt.checkpoint.live.versions`, which is slow to import."""
+from dtckpt.cli.options import LIVE
+
 HEARTBEAT_TIMEOUT_S = 5.0
 """Half of the time for which a command looks for the coordinator; then the coordinator says its own."""
 

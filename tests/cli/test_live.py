@@ -213,6 +213,18 @@ def test_commands_at_one_time(run):
         assert run("cat", "live://policy", "lr").out == "0.5\n"
 
 
+def test_completion_asks_no_coordinator(port):
+    """It would join as a client of the job of the shell, whose place may be taken."""
+    from dtckpt.cli.commands import cli
+    from dtckpt.cli.options import complete_tensors
+
+    command = cli.commands["cat"]
+    context = command.make_context("cat", ["live://policy", "model/"], resilient_parsing=True)
+    before = feed_of(port).latest
+    assert complete_tensors(context, command.params[1], "model/") == []
+    assert feed_of(port).latest == before
+
+
 def test_a_token_of_a_job_lets_its_commands_read(run, monkeypatch, tmp_path, capsys):
     tokens = (
         "trainer trainer-token-0123456789\nengine engine-token-0123456789 reads=policy\njudge judge-token-01234567890\n"

@@ -60,6 +60,7 @@ from dtckpt.errors import (
     VersionLeasedError,
 )
 from dtckpt.format.digest import bytes_digest
+from dtckpt.format.dtypes import DTYPES
 
 logger = logging.getLogger("dtckpt.live")
 
@@ -374,7 +375,7 @@ class Publisher:
                 save.number,
                 endpoint=self._endpoint.to_bytes(),
                 digest=index_digest(data),
-                nbytes=plan.nbytes,
+                nbytes=sum(each.region.numel * DTYPES[tensors[each.tensor].dtype].itemsize for each in pieces),
             )
             return b""
 
