@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -364,3 +366,9 @@ def test_an_engine_that_is_not_open(interface):
     engine = interface.DtckptWeightTransferEngine(None, worker_config(0, 1), torch.device("cpu"), nn.Linear(2, 2))
     with pytest.raises(errors.ConfigError, match="init_transfer_engine"):
         engine.update_weights({"step": 1})
+
+
+def test_the_entry_point_of_vllm_is_there():
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, function = project["entry-points"]["vllm.general_plugins"][vllm.NAME].partition(":")
+    assert getattr(importlib.import_module(module), function) is vllm.register
