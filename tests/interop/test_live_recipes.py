@@ -14,6 +14,7 @@ from support.coordinators import running_server
 
 import dtckpt
 from dtckpt.coordination import connect
+from dtckpt.coordination.feeds.client import FeedClient
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/live.md").read_text()
 
@@ -140,6 +141,27 @@ def test_verl():
         assert_has(asyncio.run(update(step)), step)
     trainer.finalize()
     trainer.publisher.close()
+
+
+def test_what_was_read_counts_though_the_coordinator_is_not_told(monkeypatch, caplog):
+    """Situation 14: the coordinator is gone when the lease ends."""
+
+    tell, untold = FeedClient.done, []
+
+    def done(*lease):
+        untold.append(lease)
+        raise dtckpt.errors.CoordinatorUnavailableError("gone")
+
+    with dtckpt.Publisher("policy") as policy:
+        policy.publish({"model": weights_of(1)}, step=1, wait=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(FeedClient, "done", done)
+            assert_has(dtckpt.restore("live://policy")["model"], 1)
+            with pytest.raises(ZeroDivisionError), dtckpt.open_checkpoint("live://policy"):
+                raise ZeroDivisionError
+        assert "(step 1) of feed 'policy' stays leased for now: gone" in caplog.text
+        for lease in untold:
+            tell(*lease)  # the publisher waits for the readers
 
 
 def test_both_sides_log_the_version(caplog):

@@ -226,6 +226,22 @@ def test_a_model_is_as_it_was_until_a_version_is_applied(coordinator):
     assert_has(model, 1, rank=0)
 
 
+def test_parameters_that_get_nothing_are_named(coordinator, caplog):
+    """Situation 26."""
+    model, receiver = TpModel(0, WORLD_SIZE), WeightReceiver("policy", coordinator)
+    weights = {name: weight for name, weight in weights_of(0).items() if not name.startswith("experts.")}
+    with Publisher("policy") as feed:
+        feed.publish({**weights, "unknown.weight": torch.ones(3)}, step=0, wait=True)
+        load = model.load_weights
+        model.load_weights = lambda named: load([each for each in named if each[0] in SHAPES])
+        report = receiver.receive(model)
+    assert set(report.untouched) == {"experts", "scale"}
+    assert "have nothing for parameters" in caplog.text
+    assert plan_destinations(model, [Weight("unknown.weight", (3,), torch.float32)]).whole == {
+        "unknown.weight": "no loader copies it"
+    }
+
+
 def test_an_engine_may_move_experts(coordinator):
     """Situation 32: the plan is as the loaders are now, and its boxes are compared anew."""
     model, receiver = TpModel(0, WORLD_SIZE), WeightReceiver("policy", coordinator)

@@ -9,7 +9,7 @@ loaded as the engine loads checkpoints.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,10 +61,12 @@ class DestinationPlan:
     Args:
         boxes: What goes into live memory.
         whole: The names that are read whole and loaded by the engine, each with the reason.
+        untouched: The parameters of the model to which no loader copies anything.
     """
 
     boxes: tuple[Destination, ...]
     whole: Mapping[str, str]
+    untouched: tuple[str, ...] = ()
 
     @property
     def identity(self) -> tuple[Any, ...]:
@@ -80,7 +82,7 @@ class DestinationPlan:
         while more := self._beside(names) - names:
             names |= more
         boxes = tuple(each for each in self.boxes if each.name not in names)
-        return DestinationPlan(boxes, {**self.whole, **dict.fromkeys(sorted(names - {*self.whole}), reason)})
+        return replace(self, boxes=boxes, whole={**self.whole, **dict.fromkeys(sorted(names - {*self.whole}), reason)})
 
     def _beside(self, names: set[str]) -> set[str]:
         """Return the names of tensors that go into the modules of others, too."""
@@ -125,13 +127,16 @@ def plan_destinations(model: Any, weights: Iterable[Weight]) -> DestinationPlan:
     """
     live, boxes, whole = _Live.of(model), list[Destination](), dict[str, str]()
     touched: dict[str, set[str]] = {}
+    left = {_address(tensor): name for name, tensor in model.named_parameters() if tensor.numel()}
     for weight, recording in _record(model, list(weights)):
+        for copy in recording.copies:
+            left.pop(_address(copy.target), None)
         try:
             boxes += list(_destinations(weight, recording, live))
         except NotRecordedError as error:
             whole[weight.name] = error.message
             touched[weight.name] = {live.owners.get(_address(copy.target), "") for copy in recording.copies}
-    plan = DestinationPlan(tuple(boxes), {})
+    plan = DestinationPlan(tuple(boxes), {}, tuple(left.values()))
     for name, reason in whole.items():
         plan = plan.without([name, *_of_one_module(name, touched[name], boxes)], reason)
     return plan
@@ -177,7 +182,7 @@ def _destinations(weight: Weight, recording: Recording, live: _Live) -> Iterator
     if recording.reason:
         raise NotRecordedError(recording.reason)
     if not recording.copies:
-        raise NotRecordedError("no loader copies it when it comes alone")
+        raise NotRecordedError("no loader copies it")
     found = []
     for copy in recording.copies:
         memory, view = copy.target.detach(), box_of_view(copy.source, weight.shape)

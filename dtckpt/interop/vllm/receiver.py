@@ -28,7 +28,7 @@ from dtckpt.checkpoint.live.versions import location_of_version, title_of_versio
 from dtckpt.checkpoint.parts.part_files import PartFiles
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.coordination.api import Coordination
-from dtckpt.errors import CheckpointError, format_nbytes
+from dtckpt.errors import CheckpointError, capped, format_nbytes
 from dtckpt.interop.vllm.destinations import DestinationPlan, Weight, plan_destinations
 from dtckpt.layout.region import Region
 
@@ -49,6 +49,8 @@ class ReceivedVersion:
         nbytes_boxes: Bytes that go into live memory as they are.
         nbytes_whole: Bytes of the tensors that the engine loads.
         whole: The names of these, each with the reason.
+        untouched: The parameters of the model to which no loader copies anything; a loader that needs elements before
+            its first copy does not show where they go.
         nbytes_received: Bytes from all sources.
         seconds: From the lease until all bytes were verified.
     """
@@ -58,6 +60,7 @@ class ReceivedVersion:
     nbytes_boxes: int
     nbytes_whole: int
     whole: Mapping[str, str]
+    untouched: tuple[str, ...]
     nbytes_received: int
     seconds: float
 
@@ -145,6 +148,7 @@ class WeightReceiver:
                 sum(self._box(each.name, each.view.region).nbytes for each in plan.boxes),
                 sum(self._box(name).nbytes for name in plan.whole),
                 plan.whole,
+                planned.plan.untouched,
                 files.traffic.local + files.traffic.received,
                 time.monotonic() - start,
             )
@@ -206,6 +210,10 @@ class WeightReceiver:
         plan = plan_destinations(model, weights) if self._direct else every
         planned = self._plans.get(id(model))
         if planned is None or (planned.weights, planned.recorded) != (weights, plan.identity):
+            if plan.untouched:
+                logger.warning(
+                    "versions of feed %r have nothing for parameters %s", self.feed, capped(map(repr, plan.untouched))
+                )
             planned = _Planned(weights, plan.identity, plan, is_compared=not plan.boxes)
             self._plans[id(model)] = planned
         return planned
