@@ -116,7 +116,8 @@ class Tokens:
             self._refuse_unknown(digest)
             raise CoordinatorPermissionError(
                 f"the token is not for job {job!r}; it opens its own job, and that job with "
-                f"{barrier_texts.BESIDE}{barrier_texts.DURABLE} and a hexadecimal number behind it"
+                f"{barrier_texts.BESIDE}{barrier_texts.DURABLE} or {barrier_texts.BESIDE}{barrier_texts.COMMAND} and a "
+                "hexadecimal number behind it"
             )
         return owner
 

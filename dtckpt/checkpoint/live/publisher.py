@@ -60,6 +60,7 @@ from dtckpt.errors import (
     VersionLeasedError,
 )
 from dtckpt.format.digest import bytes_digest
+from dtckpt.format.dtypes import DTYPES
 
 logger = logging.getLogger("dtckpt.live")
 
@@ -374,7 +375,7 @@ class Publisher:
                 save.number,
                 endpoint=self._endpoint.to_bytes(),
                 digest=index_digest(data),
-                nbytes=sum(piece.region.numel for piece in pieces),
+                nbytes=sum(each.region.numel * DTYPES[tensors[each.tensor].dtype].itemsize for each in pieces),
             )
             return b""
 
@@ -394,7 +395,8 @@ class Publisher:
         except DtckptError as error:
             if number in self._held:
                 # It is readable, or nobody can say. It is freed as all versions are, when a newer one is published.
-                logger.warning("version %d of feed %r stays in memory for now: %s", number, self.name, error)
+                title = title_of_version(self.name, number, version.save.step)
+                logger.warning("%s stays in memory for now: %s", title, error)
                 return
         self._held.pop(number, None)
         version.part.give_back()

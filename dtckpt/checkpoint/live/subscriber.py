@@ -24,14 +24,14 @@ from torch import nn
 
 from dtckpt.checkpoint.live.coverage import validate_covered
 from dtckpt.checkpoint.live.version_choice import VersionChoice
-from dtckpt.checkpoint.live.versions import location_of_version
+from dtckpt.checkpoint.live.versions import location_of_version, title_of_version
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group
 from dtckpt.checkpoint.restoring.aside import AsideMemory
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.restore import StagedRestore, restore_chosen, stage_restore
 from dtckpt.coordination.feeds.events import Want, validate_feed
-from dtckpt.errors import CheckpointError, ConfigError, VersionTimeoutError
+from dtckpt.errors import CheckpointError, ConfigError, VersionTimeoutError, format_nbytes
 
 logger = logging.getLogger("dtckpt.live")
 
@@ -77,6 +77,16 @@ class LiveReport:
     def nbytes_received(self) -> int:
         """Bytes from all sources."""
         return self.nbytes_mapped + sum(self.nbytes_by_host.values())
+
+
+def _log_taken(report: LiveReport) -> None:
+    version = report.version
+    logger.info(
+        "%s is in the target: this client received %s in %.3f s",
+        title_of_version(version.feed, version.number, version.step),
+        format_nbytes(report.nbytes_received),
+        report.seconds,
+    )
 
 
 class StagedVersion:
@@ -264,6 +274,7 @@ class Subscriber:
             raise
         self.report = self._report_of(choice, start, reports[-1])
         self._version, self._is_mixed = self.report.version, False
+        _log_taken(self.report)
 
     def _apply(self, staged: StagedVersion) -> Any:
         restore, staged._staged = staged._staged, None
@@ -272,6 +283,7 @@ class Subscriber:
         self._version, self._is_mixed, self._staged = None, True, None
         result = restore.apply()
         self._version, self._is_mixed, self.report = staged.version, False, staged.report
+        _log_taken(staged.report)
         return result
 
     def _choice(self, timeout_s: float, step: int | None, *, newer: bool) -> VersionChoice:

@@ -7,6 +7,7 @@ lease. So all clients read the same version, whatever is published meanwhile.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,17 +15,21 @@ from dataclasses import dataclass, field
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.live.feed_client import feed_client
 from dtckpt.checkpoint.live.version_checkpoint import open_version
-from dtckpt.checkpoint.live.versions import parse_location
+from dtckpt.checkpoint.live.versions import parse_location, title_of_version
 from dtckpt.checkpoint.parts.part_files import PartCheckpoint
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.timing import BARRIER
+from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.coordination.feeds.client import FeedClient
 from dtckpt.coordination.feeds.events import APPLIED, FAILED, Want
 from dtckpt.coordination.feeds.leases import FeedLease
+from dtckpt.errors import CheckpointNotFoundError, DtckptError, VersionGoneError, VersionTimeoutError
 from dtckpt.format.digest import bytes_digest
 from dtckpt.storage.location import Location
+
+logger = logging.getLogger("dtckpt.live")
 
 TIMEOUT_S = 60.0
 """How long a restore of ``live://feed`` waits for a version, and for each answer of the publisher."""
@@ -101,8 +106,12 @@ class VersionChoice:
 
 
 def _end(feeds: FeedClient, lease: FeedLease | None, outcome: str) -> None:
+    """Tell the coordinator that a lease is needed no more. If it cannot be told, the lease ends with this process."""
     if lease is not None:
-        feeds.done(lease, outcome)
+        try:
+            feeds.done(lease, outcome)
+        except DtckptError as error:  # what was read is read, and an error of the read must not be hidden
+            logger.warning("%s stays leased for now: %s", title_of_version(lease.feed, lease.number, lease.step), error)
 
 
 def _group_of(collective: Collective) -> str:
@@ -130,15 +139,26 @@ class LiveCheckpoint(Checkpoint):
         _end(self._feeds, self.lease, APPLIED)
 
 
-def open_live(location: object) -> LiveCheckpoint:
+def open_live(location: object, *, coordination: Coordination | None = None, wait_s: float = 0.0) -> LiveCheckpoint:
     """Open the newest version of a feed, or the newest of a step. Local; the lease lasts until it is closed.
 
-    Raises: as `VersionChoice`.
+    Args:
+        location: ``live://feed`` or ``live://feed@step``.
+        coordination: Of the reader; default: of this process.
+        wait_s: How long to wait for such a version.
+
+    Raises:
+        CheckpointNotFoundError: There is no such version in time.
+        SourceLostError: The clients that have it are lost.
+        ConfigError: There is no coordinator, or the location is malformed.
     """
-    choice, feeds = VersionChoice.of_location(location), feed_client(current_coordination())
-    lease = feeds.subscribe(
-        choice.feed, want=choice.want, group=f"client {current_coordination().member.client}", timeout_s=choice.wait_s
-    )
+    coordination = current_coordination() if coordination is None else coordination
+    choice, feeds = VersionChoice.of_location(location), feed_client(coordination)
+    group = f"client {coordination.member.client}"
+    try:
+        lease = feeds.subscribe(choice.feed, want=choice.want, group=group, timeout_s=wait_s)
+    except (VersionTimeoutError, VersionGoneError) as error:
+        raise CheckpointNotFoundError(f"there is no version at {location}: {error}") from None
     try:
         opened = open_version(lease, choice.timeout_s)
     except BaseException:

@@ -384,13 +384,7 @@ class FeedClient:
 
     def list(self) -> list[pb.FeedStatus]:
         """Return all feeds that this client's token may see."""
-        request, feeds = pb.ListFeedsRequest(), list[pb.FeedStatus]()
-        while True:
-            page = self._call(lambda stub, t: stub.ListFeeds(request, timeout=t))
-            feeds += page.feeds
-            request.page_token = page.next_page_token
-            if not request.page_token:
-                return feeds
+        return self._coordination.feeds(self._timeout_s)
 
     # --- renewals ---------------------------------------------------------------------------------------------------
 
