@@ -84,15 +84,15 @@ class AnnouncedBoxes:
             left += MAX_PASSES * piece.region.numel * DTYPES[tensor.dtype].itemsize
         boxes = []
         for name, region in newest_first:
-            piece = next((each for each in pieces.get(name, ()) if _is_part(region, each.region)), None)
-            if piece is None:
+            around = next((each for each in pieces.get(name, ()) if _is_part(region, each.region)), None)
+            if around is None:
                 continue
-            elements = elements_of(data, piece, DTYPES[index.tensors[piece.tensor].dtype])
-            box = elements[region.relative_to(piece.region).slices()]
+            elements = elements_of(data, around, DTYPES[index.tensors[around.tensor].dtype])
+            box = elements[region.relative_to(around.region).slices()]
             left -= box.nbytes
             if left < 0:
                 break
-            boxes.append(PartBox(piece.tensor, region, piece_digest(name, region, box)))
+            boxes.append(PartBox(around.tensor, region, piece_digest(name, region, box)))
         return replace(index, boxes=tuple(boxes))
 
 

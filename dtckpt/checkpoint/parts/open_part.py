@@ -38,7 +38,7 @@ def piece_digest(name: str, region: Region, elements: np.ndarray[Any, Any]) -> i
 
 
 def spans(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
-    """Yield the parts of an array of a shape, in C order, each of at most `SPAN_NBYTES`, unless an element is larger."""
+    """Yield the parts of an array, in C order, each of at most `SPAN_NBYTES`."""
     if not shape or math.prod(shape) * itemsize <= SPAN_NBYTES:
         yield tuple(slice(0, size) for size in shape)
         return

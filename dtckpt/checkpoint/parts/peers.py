@@ -165,7 +165,7 @@ class Peer:
                 answer.fill(each.buffer, digest)
                 if each.seed is not None and digest.intdigest() != each.digest:
                     raise CheckpointCorruptError(f"host {self.host}: a piece of the part of client {client} is damaged")
-            if answer.take(DIGEST_NBYTES) != of_parts.intdigest().to_bytes(DIGEST_NBYTES, "big") or answer.rest():
+            if answer.take(DIGEST_NBYTES) != of_parts.intdigest().to_bytes(DIGEST_NBYTES, "big") or answer.goes_on():
                 raise CheckpointCorruptError(f"host {self.host}: the answer was damaged on its way")
         return nbytes, misfits
 
@@ -218,9 +218,9 @@ class _Answer:
             digest.update(buffer[at : at + count])
             at += count
 
-    def rest(self) -> bytes:
-        """Return what is left."""
-        return self._response.read()
+    def goes_on(self) -> bool:
+        """Whether there is more of it."""
+        return bool(self._response.read(1))
 
 
 def _send(

@@ -153,7 +153,8 @@ class PartIndex:
 
     def digests(self) -> dict[tuple[str, Region], int]:
         """Return the digests of pieces and announced boxes, by tensor and region."""
-        return {(self.tensors[each.tensor].name, each.region): each.digest for each in (*self.boxes, *self.pieces)}
+        described: tuple[PartBox | PartPiece, ...] = (*self.boxes, *self.pieces)
+        return {(self.tensors[each.tensor].name, each.region): each.digest for each in described}
 
     def piece(self, number: int) -> PartPiece:
         """Return a piece; the near copies are numbered behind the others."""
