@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -328,7 +328,8 @@ class PartFiles(CheckpointFiles):
                 with self._lock:
                     self.traffic.unchanged += read.nbytes
             else:
-                nbytes += self._read_from_peers([read]) if read.here is None else self._read_here([read])
+                other = replace(read, held=None)
+                nbytes += self._read_from_peers([other]) if read.here is None else self._read_here([other])
         return nbytes
 
     def _read_here(self, batch: Sequence[_BoxRead]) -> int:
