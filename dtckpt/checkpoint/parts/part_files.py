@@ -288,24 +288,52 @@ class PartFiles(CheckpointFiles):
             validate_convertible(name, tensor.dtype, buffers)
             for region, buffer in buffers:
                 found = 0
-                for piece in tensor.pieces:
-                    common = piece.region.intersect(region)
-                    if common is None:
-                        continue
-                    client, number = self._numbers[name, piece.region]
-                    target = cut(buffer, common.relative_to(region).slices())
-                    box = common.relative_to(piece.region)
-                    found += box.numel
-                    here = self._place_here(name, piece.region)
-                    whole = self.indexes[client].pieces[number]
-                    digest = self._digests.get((name, common))
-                    content = BoxContent(name, common, digest, piece.region, whole.digest)
-                    before = None if self._held is None else self._held.take(target)
-                    if self._held is not None and common != piece.region:
-                        self.boxes[client].add((name, common))
-                    yield _BoxRead(client, number, here, box, target, DTYPES[tensor.dtype], content, before)
+                for content, target in self._contents(name, region, buffer):
+                    client, number = self._numbers[name, content.piece]
+                    found += content.region.numel
+                    held = None
+                    if self._held is not None:
+                        held = self._held.take(target)
+                        if content.region != content.piece:
+                            self.boxes[client].add((name, content.region))
+                    here, box = self._place_here(name, content.piece), content.region.relative_to(content.piece)
+                    yield _BoxRead(client, number, here, box, target, DTYPES[tensor.dtype], content, held)
                 if found != region.numel:
                     raise RegionNotFoundError(f"{region} of tensor {name!r} was not saved whole in {self._title}")
+
+    def _contents(
+        self, name: str, region: Region, buffer: np.ndarray[Any, Any]
+    ) -> Iterator[tuple[BoxContent, np.ndarray[Any, Any]]]:
+        """Yield the boxes of pieces that make a region of a tensor, each with its part of the region's memory."""
+        for piece in self.index.tensors[name].pieces:
+            common = piece.region.intersect(region)
+            if common is not None:
+                client, number = self._numbers[name, piece.region]
+                of_piece = self.indexes[client].pieces[number].digest
+                content = BoxContent(name, common, self._digests.get((name, common)), piece.region, of_piece)
+                yield content, cut(buffer, common.relative_to(region).slices())
+
+    def is_held(self, name: str, buffers: RegionBuffers) -> bool:
+        """As `Checkpoint.is_held`."""
+        held = self._held
+        if held is None or held.tensors.get(name) != self._digest_of(name):
+            return False
+        return all(held.has(memory, content) for each in buffers for content, memory in self._contents(name, *each))
+
+    def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:
+        """As `Checkpoint.note_filled`."""
+        if self._held is None:
+            return
+        for name, buffers in tensors:
+            for each in buffers:
+                for content, memory in self._contents(name, *each):
+                    self._held.note(memory, content)
+        self._held.note_whole({name: self._digest_of(name) for name in self.index.tensors})
+
+    def _digest_of(self, name: str) -> int:
+        """Return a digest of all pieces of a tensor."""
+        regions = (piece.region for piece in self.index.tensors[name].pieces)
+        return bytes_digest(repr([(each, self._digests[name, each]) for each in regions]).encode())
 
     def _place_here(self, name: str, region: Region) -> tuple[int, int] | None:
         """Return where this host has a piece: the client whose part or near copy it is, and its number there."""
@@ -323,7 +351,7 @@ class PartFiles(CheckpointFiles):
         nbytes = 0
         for read in batch:
             assert self._held is not None  # noqa: S101  else nothing is held
-            if self._held.is_private(read.target.ctypes.data) or _has_digest(read):
+            if self._held.is_private(read.target) or _has_digest(read):
                 self._held.note(read.target, read.content)
                 with self._lock:
                     self.traffic.unchanged += read.nbytes
@@ -474,6 +502,14 @@ class PartCheckpoint(Checkpoint):
         self.parts = files
         # Where clients need the same bytes, one of them reads each, and sends it on.
         self.is_remote = is_remote
+
+    @override
+    def is_held(self, name: str, buffers: RegionBuffers) -> bool:
+        return self.parts.is_held(name, buffers)
+
+    @override
+    def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:
+        self.parts.note_filled(tensors)
 
 
 def _has_digest(read: _BoxRead) -> bool:

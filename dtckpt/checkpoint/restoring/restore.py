@@ -24,7 +24,7 @@ from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.aside import AsideMemory, copy_into
-from dtckpt.checkpoint.restoring.fill import fill_tensors, read_nbytes
+from dtckpt.checkpoint.restoring.fill import fill_tensors, own_buffers, read_nbytes
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.match import plan_target
 from dtckpt.checkpoint.restoring.new_tensors import meshes_of_layouts, plan_new_tensors
@@ -416,6 +416,7 @@ def _prepare(request: _RestoreRequest, open_: Open, collective: Collective) -> t
     # By default where storage is likely to be slower than the network between the clients.
     is_shared = checkpoint.is_remote if options.read_once is None else options.read_once
     shared = shareable_tensors(checkpoint, beside) if is_shared and len(collective.participants) > 1 else []
+    shared = [each for each in shared if not checkpoint.is_held(each.name, own_buffers(each.leaf))]
     if collective.phases.is_shown:  # to count the bytes costs about as much as to plan
         collective.phases.expect("read", read_nbytes(checkpoint, leaves))
     # Of a long path the end, which has the step.

@@ -13,6 +13,7 @@ from support.states import bits_of, differences, packed, zeros_of
 
 from dtckpt import DTensor, Layout, Publisher, Subscriber, create_mesh
 from dtckpt.checkpoint.live import version_checkpoint
+from dtckpt.checkpoint.live.feed_client import feed_client
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.connect import set_coordination
 from dtckpt.coordination.grpc_client import GrpcCoordination
@@ -65,6 +66,7 @@ class Jobs:
             if self.publisher is not None:
                 self.publisher.close(has_failed=True)
         for connection in self._connections.values():
+            feed_client(connection).close()
             connection.leave()
 
 

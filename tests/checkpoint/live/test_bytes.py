@@ -224,7 +224,7 @@ def test_nothing_moved(jobs, monkeypatch):
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_casts(jobs, transport, in_place):
-    """Of converted elements there is no digest: they are taken as unchanged in private memory only, and never changed."""
+    """Of converted elements there is no digest: they count as unchanged in private memory only."""
     whole = weights(0)
     target = on_mesh(blank(whole, {"w0": torch.float32, "w1": torch.float16}), {"x": 2}, specs(whole, COLUMNS))
     with jobs.subscriber(target, options=RestoreOptions(cast="any")) as subscriber:
@@ -255,6 +255,17 @@ def test_a_failure_amid_a_read(jobs, monkeypatch, transport):
         jobs.publish(on_mesh(first, {"x": 2}, specs(first, ROWS)), 2)
         jobs.update(subscriber)
         assert not wrong(target, first)
+
+
+def test_memory_that_was_read_as_other_boxes_meanwhile(jobs, transport):
+    """What is known of a box ends when its memory is written as boxes of another mesh."""
+    target = blank(weights(0))
+    with jobs.subscriber(target) as subscriber:
+        for step, (seed, devices) in enumerate([(0, 1), (1, 2), (0, 1)]):
+            jobs.publish(on_mesh(weights(seed), {"x": devices}, specs(target, ROWS)), step)
+            report = jobs.update(subscriber)
+            assert not wrong(target, weights(seed))
+            assert report.nbytes_received == nbytes_of(target)
 
 
 def fail_at(patch, count):

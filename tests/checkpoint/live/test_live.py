@@ -62,6 +62,15 @@ def test_a_target_that_does_not_fit_is_refused_before_anything_is_written(jobs, 
     )
 
 
+def test_copies_of_a_base_that_did_not_change_are_not_taken_by_any_client(jobs, tmp_path):
+    """Replicas are read once by all clients together. What they all hold, none reads."""
+    steps, nbytes = [1, 2, 3], 512 * 640 * 4
+    _, found = jobs((live_cases.publish_adapted, tmp_path, steps), (live_cases.read_adapted, tmp_path, steps))
+    assert all(is_right for client in found for *_, is_right in client)
+    assert [sum(client[number][0] for client in found) for number in range(3)] == [3 * nbytes, nbytes, nbytes]
+    assert all([unchanged for _, unchanged, _ in client] == [0, 2 * nbytes, 2 * nbytes] for client in found)
+
+
 def test_without_a_coordinator(tmp_path):
     with pytest.raises(dtckpt.errors.ConfigError, match="live versions need a coordinator"):
         Publisher("policy", folder=tmp_path)
