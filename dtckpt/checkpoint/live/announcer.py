@@ -1,4 +1,4 @@
-"""`Announcer`: a reader tells the publisher's clients which boxes it reads: later versions then have digests of them."""
+"""`Announcer`: a reader tells the publisher's clients which boxes it reads; later versions have digests of them."""
 
 from __future__ import annotations
 

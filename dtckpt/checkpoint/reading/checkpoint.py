@@ -241,7 +241,7 @@ class Checkpoint:
         """
         return False
 
-    def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:  # noqa: ARG002  as above
+    def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:
         """Learn that a restore has read everything, and that some memory was filled with what other clients read.
 
         Args:
