@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from dtckpt.checkpoint.live.versions import PartAddress
-from dtckpt.checkpoint.parts.announced_boxes import RENEWED_PARTS, announcement
+from dtckpt.checkpoint.parts.announced_boxes import MAX_BOXES, RENEWED_PARTS, announcement
 from dtckpt.checkpoint.parts.part_files import PartFiles
 from dtckpt.checkpoint.parts.peers import Peer
 from dtckpt.coordination.feeds.leases import FeedLease
@@ -21,28 +21,32 @@ class Announcer:
     """The announcements of one reader."""
 
     def __init__(self) -> None:
-        self._announced: dict[str, int] = {}
-        """By server: the number of the version with which boxes were announced last."""
+        self._tries: dict[str, tuple[int, bool]] = {}
+        """By server: the number of the version when boxes were announced last, and whether it took them."""
 
     def announce(self, lease: FeedLease, files: PartFiles) -> None:
         """Announce the boxes of a version that was read, if they have no digests there, or if it was long ago. Local.
+
+        A client that does not take them is asked again when it would be time to announce them again.
 
         Args:
             lease: The lease on the version.
             files: The version's parts.
         """
         for part in lease.parts:
-            boxes = files.boxes.get(part.client, set())
+            boxes = files.boxes.get(part.client)
             address = PartAddress.from_bytes(part.endpoint)
-            last = self._announced.get(address.url)
-            is_known = last is not None and lease.number - last < RENEWED_PARTS and files.have_digests(boxes)
-            if not boxes or is_known:
-                continue
-            peer = Peer(address.url, address.host, part.ticket.hex(), TIMEOUT_S)
-            try:
-                peer.announce(files.save, part.client, announcement(sorted(boxes, key=repr)))
-            except DtckptError as error:
-                # Its parts are read all the same, verified where they come from.
-                logger.debug("client %d takes no boxes: %s", part.client, error)
-            else:
-                self._announced[address.url] = lease.number
+            if boxes and self._is_due(address.url, lease.number, lacks_digests=not files.have_digests(boxes)):
+                peer = Peer(address.url, address.host, part.ticket.hex(), TIMEOUT_S)
+                try:
+                    peer.announce(files.save, part.client, announcement(sorted(boxes, key=repr)[:MAX_BOXES]))
+                    is_taken = True
+                except DtckptError as error:
+                    # Its parts are read all the same, verified where they come from.
+                    logger.warning("client %d of feed %r takes no boxes: %s", part.client, lease.feed, error)
+                    is_taken = False
+                self._tries[address.url] = lease.number, is_taken
+
+    def _is_due(self, url: str, number: int, *, lacks_digests: bool) -> bool:
+        last, is_taken = self._tries.get(url, (number - RENEWED_PARTS, True))
+        return number - last >= RENEWED_PARTS or (is_taken and lacks_digests)

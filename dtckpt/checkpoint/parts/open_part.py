@@ -116,15 +116,13 @@ class OpenPart:
         for number, piece in enumerate(self.index.pieces):
             self._numbers.setdefault(self.index.tensors[piece.tensor].name, []).append(number)
 
-    def digest(self, number: int, box: Region) -> int | None:
-        """Return the digest of a box of a piece, if the index has one.
+    def tensor(self, number: int) -> PartTensor:
+        """Return the tensor of a piece."""
+        return self.index.tensors[self.index.piece(number).tensor]
 
-        Args:
-            number: Number of the piece.
-            box: The box, relative to the piece.
-        """
-        piece = self.index.pieces[number]
-        return self.digests.get((self.index.tensors[piece.tensor].name, box.translate(piece.region.offset)))
+    def region(self, number: int, box: Region) -> Region:
+        """Return the region of the tensor that a box of a piece is."""
+        return box.translate(self.index.piece(number).region.offset)
 
     def find(self, tensor: PartTensor, region: Region) -> np.ndarray[Any, Any] | None:
         """Return the elements of a region of a tensor, unverified, if they lie in one piece of this part."""
@@ -153,8 +151,7 @@ class OpenPart:
 
         Raises: as `verified_elements`.
         """
-        piece = self.index.piece(number)
-        name, region = self.index.tensors[piece.tensor].name, box.translate(piece.region.offset)
+        name, region = self.tensor(number).name, self.region(number, box)
         source, found = self.view(number, box), xxhash.xxh3_64(seed=piece_seed(name, region))
         for span in spans(box.shape, source.itemsize):
             part, into = cut(source, span), cut(target, span)

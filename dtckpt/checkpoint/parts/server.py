@@ -31,7 +31,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from dtckpt.checkpoint.parts.announced_boxes import MAX_ANNOUNCEMENT_NBYTES, AnnouncedBoxes
@@ -152,23 +151,14 @@ class _Server(ThreadingHTTPServer):
                 if not self.folder.has(save, client):
                     del self._parts[save, client]
 
-    def base(self, part: OpenPart, number: int, box: Region, digest: int) -> np.ndarray[Any, Any] | None:
-        """Return the elements of a box in an open part of another save, where it had a digest; None if there is none.
-
-        Args:
-            part: The part.
-            number: The number of a piece of it.
-            box: The box, relative to the piece.
-            digest: The digest of the box in the other save.
-        """
-        piece = part.index.pieces[number]
-        tensor, region = part.index.tensors[piece.tensor], box.translate(piece.region.offset)
-        with self._lock:
-            others = [each for each in self._parts.values() if each is not part]
-        for other in others:
-            if other.digests.get((tensor.name, region)) == digest:
-                return other.find(tensor, region)
-        return None
+    def bases(self, save: SaveId, client: int) -> Sequence[OpenPart]:
+        """Return a client's parts of the newest other saves, from which there may be changes to a save."""
+        others = (other for other, clients in self.folder.parts().voted.items() if client in clients and other != save)
+        found = []
+        for other in sorted(others, reverse=True)[: MAX_OPEN_PARTS - 1]:
+            with suppress(DtckptError, OSError):
+                found.append(self.open_part(other, client))
+        return found
 
     def forget_part(self, save: SaveId, client: int) -> None:
         """Open a part anew when it is asked for next: another file may have taken its place."""
@@ -298,9 +288,10 @@ class _PartHandler(BaseHTTPRequestHandler):
         part = self.server.open_part(save, client)
         digest = xxhash.xxh3_64()
         parts: list[bytes | memoryview | _FileRange] = []
+        bases = self.server.bases(save, client) if any(base is not None for *_, base in wanted) else ()
         for number, offset, shape, base in wanted:
             box = Region(tuple(offset), tuple(shape))
-            if part.digest(number, box) is None:
+            if (part.tensor(number).name, part.region(number, box)) not in part.digests:
                 # The receiver has no digest to verify the box with. So it is verified here.
                 elements = part.elements(number)
                 data = as_bytes(elements[box.slices()] if box.ndim else elements).data
@@ -308,19 +299,13 @@ class _PartHandler(BaseHTTPRequestHandler):
                 parts.append(data)
                 continue
             if base is not None:
-                changes = self._changes(part, number, box, base)
+                changes = _changes(part, number, box, bases, base)
                 parts.append(len(changes).to_bytes(LENGTH_NBYTES, "big"))
                 if changes:
                     parts.append(changes)
                     continue
             parts.append(_elements(part, number, box))
         self._answer([*parts, digest.intdigest().to_bytes(DIGEST_NBYTES, "big")])
-
-    def _changes(self, part: OpenPart, number: int, box: Region, base: int) -> bytes:
-        """Return the changes of a box from its elements in another save; empty if all of it is to be sent."""
-        new = part.view(number, box)
-        old = self.server.base(part, number, box, base) if new.itemsize in WORDS else None
-        return b"" if old is None else changes_between(old, new) or b""
 
     def _take_boxes(self, client: int) -> None:
         boxes = self.server.boxes
@@ -365,6 +350,22 @@ class _PartHandler(BaseHTTPRequestHandler):
             if not count:
                 raise _RefusedError(400, "the part ended before its length")
             at += count
+
+
+def _changes(part: OpenPart, number: int, box: Region, bases: Sequence[OpenPart], digest: int) -> bytes:
+    """Return the changes of a box from its elements in another save; empty if all of it is to be sent.
+
+    Args:
+        part: The part.
+        number: The number of a piece of it.
+        box: The box, relative to the piece.
+        bases: Parts of other saves.
+        digest: The digest of the box in one of them.
+    """
+    new, tensor, region = part.view(number, box), part.tensor(number), part.region(number, box)
+    base = next((each for each in bases if each.digests.get((tensor.name, region)) == digest), None)
+    old = None if base is None or new.itemsize not in WORDS else base.find(tensor, region)
+    return b"" if old is None else changes_between(old, new) or b""
 
 
 def _elements(part: OpenPart, number: int, box: Region) -> memoryview | _FileRange:

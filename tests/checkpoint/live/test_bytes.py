@@ -13,9 +13,10 @@ from support.coordinators import server_in_thread
 from support.states import tensor_of
 
 from dtckpt import UNSHARDED, RestoreOptions
+from dtckpt.checkpoint.live import announcer
 from dtckpt.checkpoint.parts import open_part, part_files, peers, server
 from dtckpt.checkpoint.parts.open_part import OpenPart
-from dtckpt.errors import CheckpointCorruptError
+from dtckpt.errors import CheckpointCorruptError, StorageError
 from dtckpt.format.digest import as_bytes
 
 from .one_process import Jobs, blank, nbytes_of, on_mesh, use_http, wrong
@@ -68,6 +69,30 @@ def test_announced_boxes_are_verified_where_they_arrive(jobs, transport):
                 transport == "mapped",
                 transport == "http",
             )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_how_often_boxes_are_announced(jobs, monkeypatch, fails):
+    """Once, again when they are about to be forgotten, and not time and again to a client that does not take them."""
+    monkeypatch.setattr(announcer, "RENEWED_PARTS", 4)
+    announced = []
+
+    def announce(self, save, client, boxes):
+        announced.append(save.step)
+        if fails:
+            raise StorageError("gone")
+        taken(self, save, client, boxes)
+
+    taken = peers.Peer.announce
+    monkeypatch.setattr(peers.Peer, "announce", announce)
+    whole = weights(0)
+    target = on_mesh(blank(whole), {"x": 3}, specs(whole, COLUMNS))
+    with jobs.subscriber(target) as subscriber:
+        for step in range(9):
+            jobs.publish(on_mesh(weights(step), {"x": 2}, specs(whole, ROWS)), step)
+            report = jobs.update(subscriber)
+            assert (report.nbytes_verified_at_source == 0) == (step > 0 and not fails)
+    assert announced == [0, 4, 8]
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -148,6 +173,21 @@ def test_few_changed_elements_travel_as_changes(jobs, monkeypatch, layout, in_pl
             else:
                 assert report.nbytes_received == nbytes_of(target)
             whole = sparsely_changed(whole, step)
+
+
+def test_changes_from_a_version_of_which_nothing_was_sent(jobs, monkeypatch):
+    """The reader held all of it already; that it has it is told by digests all the same."""
+    use_http(monkeypatch)
+    whole = weights(0, size=256)
+    target = on_mesh(blank(whole), {"x": 2}, specs(whole, ROWS))
+    with jobs.subscriber(target) as subscriber:
+        for step in range(4):
+            jobs.publish(on_mesh(whole, {"x": 2}, specs(whole, ROWS)), step)
+            jobs.update(subscriber)
+        whole = sparsely_changed(whole, 0)
+        jobs.publish(on_mesh(whole, {"x": 2}, specs(whole, ROWS)), 4)
+        assert 0 < jobs.update(subscriber).nbytes_received <= 0.05 * nbytes_of(target)
+        assert not wrong(target, whole)
 
 
 def test_a_reader_of_another_base_takes_boxes_whole(jobs, monkeypatch):

@@ -11,12 +11,13 @@ from http.client import HTTPConnection, HTTPException
 import pytest
 import torch
 
+from dtckpt.checkpoint.parts import server as server_module
 from dtckpt.checkpoint.parts.announced_boxes import MAX_ANNOUNCEMENT_NBYTES, AnnouncedBoxes, announcement
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.open_part import OpenPart, piece_digest, piece_seed
 from dtckpt.checkpoint.parts.peers import BoxRequest, Peer
 from dtckpt.checkpoint.parts.records import PartBox, PartIndex, PartPiece, PartTensor, SaveId
-from dtckpt.checkpoint.parts.server import LENGTH_NBYTES, PartServer, _PartHandler
+from dtckpt.checkpoint.parts.server import LENGTH_NBYTES, PartServer
 from dtckpt.checkpoint.reading.pieces import c_strides
 from dtckpt.errors import CheckpointCorruptError, StorageError, StorageFullError
 from dtckpt.layout.region import Region
@@ -403,7 +404,7 @@ def test_changes_from_another_save(server, peer, folder, fault):
 
 def test_changes_that_are_longer_than_the_box(server, peer, folder, monkeypatch):
     index = put(folder, SAVE, ELEMENTS)
-    monkeypatch.setattr(_PartHandler, "_changes", lambda *_: bytes(12 * 2 * 4))
+    monkeypatch.setattr(server_module, "_changes", lambda *_: bytes(12 * 2 * 4))
     with pytest.raises(CheckpointCorruptError, match="longer than the box"):
         peer.read(SAVE, 1, [box_request(index, bytearray(12 * 2 * 4), base=1)])
 
