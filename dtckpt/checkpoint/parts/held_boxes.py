@@ -63,7 +63,7 @@ class HeldBoxes:
             memory is private.
 
     Attributes:
-        tensors: Digests of all tensors of the version that was read last, if it was read whole to private memory.
+        tensors: Digests of whole tensors of the version that was read last, if it was read whole to private memory.
     """
 
     def __init__(self, is_private: Callable[[int], bool] | None = None) -> None:
@@ -86,7 +86,7 @@ class HeldBoxes:
         self._now[_place(memory)] = content
 
     def note_whole(self, tensors: Mapping[str, int]) -> None:
-        """Note the digests of all tensors of a version that was read whole."""
+        """Note the digests of whole tensors of a version that was read whole."""
         if self._is_private is not None:
             self.tensors = tensors
 

@@ -135,6 +135,12 @@ class _BoxRead:
         is_same_box = held is not None and (held.tensor, held.region) == (content.tensor, content.region)
         return held.digest if held is not None and is_same_box and can_change else None
 
+    @property
+    def is_verified(self) -> bool:
+        """Whether the memory that holds the box was compared with a digest of it, if there is one to compare with."""
+        has_one = self.content.digest is not None and self.target.dtype == self.dtype
+        return self.held is not None and (self.held.digest is not None or not has_one)
+
     @contextmanager
     def buffer(self) -> Iterator[memoryview]:
         """Yield memory for the box: the target's own, or memory whose elements are converted at the end."""
@@ -190,6 +196,8 @@ class PartFiles(CheckpointFiles):
         self.traffic = PartTraffic()
         self.boxes: dict[int, set[Box]] = defaultdict(set)
         self._held = held
+        self._asked: set[str] = set()
+        """Tensors that clients would read together, unless they hold them."""
         self._digests: dict[Box, int] = {}
         self._lock = threading.Lock()
         self.identity = save.name
@@ -316,6 +324,7 @@ class PartFiles(CheckpointFiles):
     def is_held(self, name: str, buffers: RegionBuffers) -> bool:
         """As `Checkpoint.is_held`."""
         held = self._held
+        self._asked.add(name)
         if held is None or held.tensors.get(name) != self._digest_of(name):
             return False
         return all(held.has(memory, content) for each in buffers for content, memory in self._contents(name, *each))
@@ -328,7 +337,7 @@ class PartFiles(CheckpointFiles):
             for each in buffers:
                 for content, memory in self._contents(name, *each):
                     self._held.note(memory, content)
-        self._held.note_whole({name: self._digest_of(name) for name in self.index.tensors})
+        self._held.note_whole({name: self._digest_of(name) for name in self._asked})
 
     def _digest_of(self, name: str) -> int:
         """Return a digest of all pieces of a tensor."""
@@ -351,7 +360,7 @@ class PartFiles(CheckpointFiles):
         nbytes = 0
         for read in batch:
             assert self._held is not None  # noqa: S101  else nothing is held
-            if self._held.is_private(read.target) or _has_digest(read):
+            if (read.is_verified and self._held.is_private(read.target)) or _has_digest(read):
                 self._held.note(read.target, read.content)
                 with self._lock:
                     self.traffic.unchanged += read.nbytes

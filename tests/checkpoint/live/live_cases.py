@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +14,9 @@ import torch
 import dtckpt
 from dtckpt import Layout, Publisher, Subscriber
 from dtckpt.checkpoint.live import version_checkpoint
+from dtckpt.checkpoint.parts.peers import Peer
 from dtckpt.config import Config
+from dtckpt.errors import CheckpointCorruptError
 
 FEED = "policy"
 SHAPES = {"w": (12, 10), "moment": (8, 6), "norm": (7,)}
@@ -132,8 +135,11 @@ def publish_adapted(folder: Path, steps: Sequence[int]) -> None:
             await_note(folder, f"took {step}")
 
 
-def read_adapted(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, bool]]:
-    """Take each step on all clients, from the servers; return bytes received and unchanged, and whether it is right."""
+def read_adapted(folder: Path, steps: Sequence[int], *, fails_at: int = -1) -> list[tuple[int, int, bool]]:
+    """Take each step on all clients, from the servers; return bytes received and unchanged, and whether it is right.
+
+    Before a step, another try of it fails on client 1.
+    """
     mesh, found = mesh_of_all(), []
     layout = Layout([dtckpt.UNSHARDED, dtckpt.UNSHARDED], mesh)
     target = {
@@ -145,11 +151,23 @@ def read_adapted(folder: Path, steps: Sequence[int]) -> list[tuple[int, int, boo
         Subscriber(FEED, target) as subscriber,
     ):
         for step in steps:
+            if step == fails_at:
+                fail_on_client_1(subscriber)
             subscriber.update(timeout_s=WAIT_S)
             is_right = all(parts(target[name])[0].equal(tensor) for name, tensor in adapted(step).items())
             found.append((subscriber.report.nbytes_received, subscriber.report.nbytes_unchanged, is_right))
             note(folder, f"took {step}")
     return found
+
+
+def fail_on_client_1(subscriber: Subscriber) -> None:
+    fails = mock.patch.object(Peer, "read", side_effect=CheckpointCorruptError("cut"))
+    with fails if Config.from_environ().client_id == 1 else contextlib.nullcontext():
+        try:
+            subscriber.update(timeout_s=WAIT_S)
+        except dtckpt.errors.DtckptError:
+            return
+    raise AssertionError("the update went well")
 
 
 def with_reader(folder: Path, work: Callable[..., Any], *args: Any) -> Any:

@@ -145,6 +145,21 @@ def test_a_target_that_was_changed_in_secret(jobs, transport):
             target["w1"].components[1].view(torch.uint8)[3, 5] ^= 1
 
 
+def test_what_its_source_verified_is_verified_when_there_is_a_digest(jobs, transport):
+    """The first version had no digests of these boxes; what it left is digested once before it counts as unchanged."""
+    whole = weights(0)
+    target = on_mesh(blank(whole), {"x": 3}, specs(whole, COLUMNS))
+    with jobs.subscriber(target) as subscriber:
+        for step in range(2):
+            jobs.publish(on_mesh(whole, {"x": 2}, specs(whole, ROWS)), step)
+            report = jobs.update(subscriber)
+            assert not wrong(target, whole)
+            memory = next(iter(subscriber._aside._memory.values()))
+            memory.view(torch.uint8)[30, 3] ^= 1
+        assert 0 < report.nbytes_verified < nbytes_of(target) / 8
+        assert report.nbytes_unchanged == nbytes_of(target) - report.nbytes_verified
+
+
 def sparsely_changed(whole, step, share=0.01):
     """Return tensors of which a share of the elements differs."""
     generator = torch.Generator().manual_seed(1000 + step)
