@@ -12,6 +12,7 @@ digest of the box in the new version. So changes to another base, or damaged one
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ WORDS = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 """Elements are compared by their bits, as whole numbers of their size. There are changes for these sizes only."""
 MAX_CHANGED = 0.25
 """Of more changed elements no changes are made: they would save little, and take memory of the array's size."""
+SAMPLED_SPANS, SAMPLED_NBYTES = 8, 4096
+"""What is compared first, to see whether too many elements changed."""
 MAX_GAP = np.iinfo(np.uint32).max
 _HEAD = struct.Struct("<BQ")
 
@@ -35,11 +38,13 @@ def changes_between(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> byt
         old: The old elements.
         new: The new elements, of the same shape and dtype; an element has 1, 2, 4 or 8 bytes.
     """
-    word = WORDS[new.itemsize]
+    word, all_spans = WORDS[new.itemsize], list(spans(new.shape, new.itemsize))
+    if _share_changed(old, new, all_spans[:: -(-len(all_spans) // SAMPLED_SPANS)]) > 2 * MAX_CHANGED:
+        return None
     gaps: list[np.ndarray[Any, Any]] = []
     values: list[np.ndarray[Any, Any]] = []
     begin = last = count = 0
-    for span in spans(new.shape, new.itemsize):
+    for span in all_spans:
         before, after = as_bytes(cut(old, span)).view(word), as_bytes(cut(new, span)).view(word)
         changed = np.flatnonzero(before != after)
         if changed.size:
@@ -55,6 +60,14 @@ def changes_between(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any]) -> byt
     head = _HEAD.pack(width, count)
     data = b"".join((head, *(each.astype(WORDS[width]).tobytes() for each in gaps), *(v.tobytes() for v in values)))
     return data if len(data) < new.nbytes else None
+
+
+def _share_changed(old: np.ndarray[Any, Any], new: np.ndarray[Any, Any], sample: Sequence[tuple[slice, ...]]) -> float:
+    """Return the share of the first bytes of some spans that differ: usually all elements change, or few."""
+    pairs = [(as_bytes(cut(old, span))[:SAMPLED_NBYTES], as_bytes(cut(new, span))[:SAMPLED_NBYTES]) for span in sample]
+    sizes = [before.size // new.itemsize for before, _ in pairs]
+    word = WORDS[new.itemsize]
+    return sum(np.count_nonzero(before.view(word) != after.view(word)) for before, after in pairs) / sum(sizes)
 
 
 def apply_changes(data: bytes, elements: memoryview, itemsize: int) -> None:

@@ -47,6 +47,16 @@ def test_one_percent_costs_less_than_five(itemsize):
     assert applied(changes, old) == new.tobytes()
 
 
+def test_few_samples_tell_that_all_changed(monkeypatch):
+    """Then nothing else is compared. Changes near each other are found all the same, if there are few."""
+    old = np.zeros((64, 64 << 10), np.uint16)
+    new = old.copy()
+    new[1:4, :1000] = 1
+    assert applied(changes_between(old, new), old) == new.tobytes()
+    monkeypatch.setattr(np, "flatnonzero", None)
+    assert changes_between(old, old + np.uint16(1)) is None
+
+
 def test_bits_count_not_values():
     """Zero and minus zero are equal, and a NaN is unequal to itself; their bits say otherwise."""
     old = np.full(100, np.nan, np.float32)
