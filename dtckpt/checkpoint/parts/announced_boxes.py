@@ -20,7 +20,7 @@ Box = tuple[str, Region]
 """A region of a tensor, by its name."""
 MAX_BOXES = 1 << 16
 """Boxes that are kept; those that were announced longest ago go first."""
-MAX_ANNOUNCEMENT_NBYTES = 8 << 20
+MAX_ANNOUNCEMENT_NBYTES = 32 << 20
 MAX_PASSES = 4
 """How often the bytes of a part may be digested for boxes: as many readers' layouts may differ in all boxes."""
 KEPT_PARTS = 64
@@ -47,9 +47,11 @@ class AnnouncedBoxes:
         self._boxes: dict[Box, int] = {}
         """The boxes, with the number of parts that there were; last the one that was announced last."""
         self._num_parts = 0
+        self._wholes: dict[str, Region] = {}
+        """The tensors of the last part."""
 
     def announce(self, text: bytes) -> None:
-        """Note the boxes of an `announcement`.
+        """Note the boxes of an `announcement` that lie in tensors of the last part; so the memory for them is bounded.
 
         Raises:
             ValueError: The text is malformed.
@@ -59,9 +61,11 @@ class AnnouncedBoxes:
         except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"boxes that a reader announces cannot be read: {error}") from error
         with self._lock:
-            for box in boxes:
-                self._boxes.pop(box, None)
-                self._boxes[box] = self._num_parts
+            for name, region in boxes:
+                whole = self._wholes.get(name)
+                if whole is not None and _is_part(region, whole):
+                    self._boxes.pop((name, region), None)
+                    self._boxes[name, region] = self._num_parts
             for box in list(self._boxes)[:-MAX_BOXES]:
                 del self._boxes[box]
 
@@ -74,6 +78,7 @@ class AnnouncedBoxes:
         """
         with self._lock:
             self._num_parts += 1
+            self._wholes = {tensor.name: Region.full(tensor.shape) for tensor in index.tensors}
             self._boxes = {box: at for box, at in self._boxes.items() if self._num_parts - at <= KEPT_PARTS}
             newest_first = list(reversed(self._boxes))
         pieces: dict[str, list[PartPiece]] = {}

@@ -19,13 +19,19 @@ from .test_server import DATA, ELEMENTS, WHOLE, index_of
 LEFT, RIGHT, ROW = Region((0, 0), (12, 2)), Region((0, 2), (12, 3)), Region((4, 0), (1, 5))
 
 
+def boxes_of_a_part():
+    """Return the boxes of a client that has made a part, as it has when readers come."""
+    boxes = AnnouncedBoxes(1)
+    boxes.digested(index_of(), memoryview(DATA))
+    return boxes
+
+
 def digested(boxes):
     return boxes.digested(index_of(), memoryview(DATA)).boxes
 
 
 def test_digests_of_boxes():
-    boxes = AnnouncedBoxes(1)
-    assert digested(boxes) == ()
+    boxes = boxes_of_a_part()
     boxes.announce(announcement([("w", LEFT), ("w", ROW)]))
     boxes.announce(announcement([("w", ROW)]))
     index = boxes.digested(index_of(), memoryview(DATA))
@@ -39,15 +45,17 @@ def test_digests_of_boxes():
 
 
 def test_boxes_that_are_no_part_of_a_piece_have_none():
-    boxes = AnnouncedBoxes(1)
+    boxes = boxes_of_a_part()
     others = [("v", LEFT), ("w", WHOLE), ("w", Region((0, 0), (13, 1))), ("w", Region((0,), (3,)))]
     boxes.announce(announcement([*others, ("w", Region((0, 0), (0, 1)))]))
+    # Nor are they kept: names and numbers of any length would take any memory.
+    assert not boxes._boxes
     assert digested(boxes) == ()
 
 
 def test_those_announced_longest_ago_go_first(monkeypatch):
     monkeypatch.setattr(announced_boxes, "MAX_BOXES", 2)
-    boxes = AnnouncedBoxes(1)
+    boxes = boxes_of_a_part()
     for region in (LEFT, ROW, LEFT, RIGHT):
         boxes.announce(announcement([("w", region)]))
     assert [box.region for box in digested(boxes)] == [RIGHT, LEFT]
@@ -55,14 +63,14 @@ def test_those_announced_longest_ago_go_first(monkeypatch):
 
 def test_the_bytes_that_are_digested_are_bounded(monkeypatch):
     monkeypatch.setattr(announced_boxes, "MAX_PASSES", 1)
-    boxes = AnnouncedBoxes(1)
+    boxes = boxes_of_a_part()
     rows = [("w", Region((row, 0), (11, 5))) for row in range(2)]
     boxes.announce(announcement([("w", LEFT), *rows]))
     assert [box.region for box in digested(boxes)] == [rows[1][1]]
 
 
 def test_a_box_goes_unless_it_is_announced_again():
-    boxes = AnnouncedBoxes(1)
+    boxes = boxes_of_a_part()
     boxes.announce(announcement([("w", LEFT), ("w", ROW)]))
     for number in range(KEPT_PARTS):
         assert len(digested(boxes)) == 2
@@ -78,7 +86,7 @@ def test_a_box_goes_unless_it_is_announced_again():
     ids=lambda text: str(text[:20]),
 )  # fmt: skip
 def test_malformed_announcements(text):
-    boxes = AnnouncedBoxes(1)
+    boxes = boxes_of_a_part()
     with pytest.raises(ValueError, match="cannot be read"):
         boxes.announce(text)
     assert digested(boxes) == ()

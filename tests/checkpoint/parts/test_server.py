@@ -411,6 +411,7 @@ def test_changes_that_are_longer_than_the_box(server, peer, folder, monkeypatch)
 
 def test_boxes_are_announced_to_the_client_that_makes_the_parts(folder):
     boxes = AnnouncedBoxes(1)
+    boxes.digested(index_of(), DATA)
     server = PartServer(folder, "127.0.0.1", 2.0, boxes=boxes)
     try:
         server.open(TOKEN)
