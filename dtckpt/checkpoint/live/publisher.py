@@ -37,6 +37,7 @@ from dtckpt.checkpoint.live.versions import (
     title_of_version,
 )
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.parts.announced_boxes import AnnouncedBoxes
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.part_writer import PartInProgress, described_pieces
 from dtckpt.checkpoint.parts.peers import Peer, own_address
@@ -150,6 +151,7 @@ class Publisher:
             where, job_of_feed(name, member.job), host=self._host, title="the live versions", max_nbytes=max_nbytes
         )
         self._held: dict[int, SaveId] = {}
+        self._boxes = AnnouncedBoxes(self._client)
         self._handle: SaveHandle | None = None
         self._feeds: FeedClient | None = None
         self._server: PartServer | None = None
@@ -169,7 +171,9 @@ class Publisher:
             self._folder.make()
             self._folder.remove_spare_of_the_dead()
             try:
-                self._server = PartServer(self._folder, address or own_address(), self._timeout_s, self._check_ticket)
+                self._server = PartServer(
+                    self._folder, address or own_address(), self._timeout_s, self._check_ticket, self._boxes
+                )
             except OSError as error:
                 raise ConfigError(f"Publisher: this client cannot listen at {address!r}: {error}") from error
             number = self._feeds.open(self.name, keep=self.keep)
@@ -349,7 +353,7 @@ class Publisher:
         del self._held[number]
         self._folder.remove(save, self._client)
         if self._server is not None:
-            self._server.forget_part()
+            self._server.forget_part(save, self._client)
 
     def _hold(self, version: _BegunVersion, collective: Collective) -> None:
         """Take digests, and make the version readable. Collective: Over all clients; barrier ``live/held``."""
@@ -359,6 +363,7 @@ class Publisher:
             file = version.part.take(plan)
             tensors, pieces, _ = described_pieces(version.agreed.state, plan, file, client, NO_COPIES)
             index = PartIndex(save, client, file.nbytes, version.agreed.state.tree, tensors, pieces, {})
+            index = self._boxes.digested(index, file.view)
             data = index.to_bytes()
             registry.announce(
                 self.name,

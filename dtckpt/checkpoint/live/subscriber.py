@@ -22,11 +22,13 @@ from typing import Any
 
 from torch import nn
 
+from dtckpt.checkpoint.live.announcer import Announcer
 from dtckpt.checkpoint.live.coverage import validate_covered
 from dtckpt.checkpoint.live.version_choice import VersionChoice
 from dtckpt.checkpoint.live.versions import location_of_version, title_of_version
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group
+from dtckpt.checkpoint.parts.held_boxes import HeldBoxes
 from dtckpt.checkpoint.restoring.aside import AsideMemory
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.restore import StagedRestore, restore_chosen, stage_restore
@@ -60,7 +62,12 @@ class LiveReport:
     Args:
         version: The version.
         nbytes_mapped: Bytes from the memory of this host.
-        nbytes_by_host: Bytes that servers sent, by host.
+        nbytes_by_host: Bytes of elements and changes that servers sent, by host.
+        nbytes_unchanged: Bytes that this client held already, as their digests told, and did not take.
+        nbytes_verified: Bytes that were compared with the publisher's digests where they arrived: in the memory of this
+            client. Of a box that came as changes, all bytes count.
+        nbytes_verified_at_source: Bytes that were compared with the publisher's digests before they were sent or
+            copied. The publisher had no digests of these boxes, as this client had not announced them yet.
         passed_over: Sources that were damaged or did not answer, and the reasons.
         seconds: From the choice of the version until every client had verified it.
         restore: The report of the restore: names that were filled, missing, unexpected and converted.
@@ -69,6 +76,9 @@ class LiveReport:
     version: LiveVersion
     nbytes_mapped: int
     nbytes_by_host: Mapping[str, int]
+    nbytes_unchanged: int
+    nbytes_verified: int
+    nbytes_verified_at_source: int
     passed_over: tuple[str, ...]
     seconds: float
     restore: RestoreReport | None = field(repr=False)
@@ -168,6 +178,8 @@ class Subscriber:
         self._allow_rewound = allow_rewound
         self._timeout_s = timeout_s
         self._aside = AsideMemory(max_staging_nbytes)
+        self._held_in_place = HeldBoxes()
+        self._announcer = Announcer()
         self._version: LiveVersion | None = None
         self._is_mixed = False
         self._staged: StagedVersion | None = None
@@ -186,8 +198,13 @@ class Subscriber:
         return self._is_mixed
 
     def invalidate(self) -> None:
-        """Forget which version the target has, as its memory was changed: the next update takes even the same one."""
+        """Forget which version the target has, as its memory was changed: the next update takes even the same one.
+
+        It takes all bytes of it.
+        """
         self._version = None
+        self._aside.held.clear()
+        self._held_in_place.clear()
 
     def fetch(self, *, newer: bool = True, step: int | None = None, timeout_s: float = 60.0) -> StagedVersion:
         """Read a version beside the target. When this returns, every client has verified its part of it.
@@ -207,7 +224,7 @@ class Subscriber:
             SourceLostError: The publisher's clients that have it are lost.
             DtckptError: As `dtckpt.restore`. The target is as it was, whatever is raised.
         """
-        choice, start = self._choice(timeout_s, step, newer=newer), time.monotonic()
+        choice, start = self._choice(timeout_s, step, self._aside.held, newer=newer), time.monotonic()
         if self._staged is not None:
             self._staged.drop()  # the new version takes its memory
         staged = stage_restore(
@@ -253,7 +270,7 @@ class Subscriber:
         return self._version
 
     def _read_in_place(self, *, newer: bool, step: int | None, timeout_s: float) -> None:
-        choice, start = self._choice(timeout_s, step, newer=newer), time.monotonic()
+        choice, start = self._choice(timeout_s, step, self._held_in_place, newer=newer), time.monotonic()
         before, reports = self._version, list[RestoreReport]()
         # From the first byte on: whoever asks meanwhile, or after a failure, must not take it for the old version.
         self._version, self._is_mixed = None, True
@@ -286,10 +303,12 @@ class Subscriber:
         _log_taken(staged.report)
         return result
 
-    def _choice(self, timeout_s: float, step: int | None, *, newer: bool) -> VersionChoice:
+    def _choice(self, timeout_s: float, step: int | None, held: HeldBoxes, *, newer: bool) -> VersionChoice:
         newer_than = self._version.number if newer and self._version is not None else 0
         want = Want(newer_than=newer_than, step=step, allow_rewound=self._allow_rewound)
-        return VersionChoice(self.name, want, wait_s=timeout_s, timeout_s=self._timeout_s)
+        return VersionChoice(
+            self.name, want, wait_s=timeout_s, timeout_s=self._timeout_s, held=held, announcer=self._announcer
+        )
 
     def _restore_options(self, wait_s: float) -> RestoreOptions:
         # The others wait for the leader, which waits for a version.
@@ -300,7 +319,15 @@ class Subscriber:
         assert lease is not None  # noqa: S101  a version was read
         version = LiveVersion(self.name, lease.number, lease.step, lease.is_rewound)
         return LiveReport(
-            version, traffic.local, dict(traffic.by_host), tuple(traffic.damaged), time.monotonic() - start, restore
+            version,
+            traffic.local,
+            dict(traffic.by_host),
+            traffic.unchanged,
+            traffic.verified,
+            traffic.verified_at_source,
+            tuple(traffic.damaged),
+            time.monotonic() - start,
+            restore,
         )
 
     def __enter__(self) -> Subscriber:

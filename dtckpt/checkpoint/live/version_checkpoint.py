@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dtckpt.checkpoint.live.versions import KIND, PartAddress, location_of_version, save_of_version, title_of_version
+from dtckpt.checkpoint.parts.held_boxes import HeldBoxes
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.part_files import PartCheckpoint, PartFiles, PartHolder
 from dtckpt.checkpoint.parts.peers import Peer
@@ -33,12 +34,13 @@ def index_digest(file: bytes) -> bytes:
     return bytes_digest(file).to_bytes(DIGEST_NBYTES, "big")
 
 
-def open_version(lease: FeedLease, timeout_s: float) -> PartCheckpoint:
+def open_version(lease: FeedLease, timeout_s: float, held: HeldBoxes | None = None) -> PartCheckpoint:
     """Open a version for reading. Local.
 
     Args:
         lease: A live lease on the version.
         timeout_s: Longest wait for each answer of a publisher's client.
+        held: What the memory holds that is read into.
 
     Raises:
         SourceLostError: A part is nowhere to be had.
@@ -53,7 +55,7 @@ def open_version(lease: FeedLease, timeout_s: float) -> PartCheckpoint:
         raise SourceLostError(f"{title} cannot be read: {capped(f'client {c}: {why}' for c, why in lost.items())}")
     indexes = {index.client: index for index, _, _ in found if index is not None}
     holders = {part.client: holders for part, (_, holders, _) in zip(lease.parts, found, strict=True)}
-    files = PartFiles(save, indexes, holders, kind=KIND, title=title)
+    files = PartFiles(save, indexes, holders, kind=KIND, title=title, held=held)
     is_remote = any(not isinstance(some[0].source, HostFolder) for some in holders.values())
     return PartCheckpoint(files, location_of_version(lease.feed, lease.step), is_remote=is_remote)
 

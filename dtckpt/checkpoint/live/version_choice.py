@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.live.announcer import Announcer
 from dtckpt.checkpoint.live.feed_client import feed_client
 from dtckpt.checkpoint.live.version_checkpoint import open_version
 from dtckpt.checkpoint.live.versions import parse_location, title_of_version
+from dtckpt.checkpoint.parts.held_boxes import HeldBoxes
 from dtckpt.checkpoint.parts.part_files import PartCheckpoint
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
@@ -45,6 +47,8 @@ class VersionChoice:
         wait_s: How long the leader waits for such a version.
         timeout_s: Longest wait for each answer of the publisher.
         group: Name of these clients among all readers of their job; default: made of their numbers.
+        held: What the memory holds that is read into.
+        announcer: Announces the boxes that were read, for later versions.
 
     Attributes:
         lease: The lease on the version that was chosen last.
@@ -56,6 +60,8 @@ class VersionChoice:
     wait_s: float = TIMEOUT_S
     timeout_s: float = TIMEOUT_S
     group: str = ""
+    held: HeldBoxes | None = None
+    announcer: Announcer | None = None
     lease: FeedLease | None = None
     opened: list[PartCheckpoint] = field(default_factory=list)
 
@@ -91,7 +97,7 @@ class VersionChoice:
                 self.lease = feeds.subscribe(
                     self.feed, want=Want(number=number), group=group, lease_id=lease_id, timeout_s=self.timeout_s
                 )
-            checkpoint = open_version(self.lease, self.timeout_s)
+            checkpoint = open_version(self.lease, self.timeout_s, self.held)
             self.opened = [checkpoint]
             return checkpoint
 
@@ -101,6 +107,8 @@ class VersionChoice:
             lease_id, number = json.loads(payloads[collective.leader])
             yield open_
             outcome = APPLIED
+            if self.announcer is not None and self.lease is not None:
+                self.announcer.announce(self.lease, self.opened[-1].parts)
         finally:
             _end(feeds, self.lease, outcome)
 
