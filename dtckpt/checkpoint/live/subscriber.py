@@ -200,7 +200,7 @@ class Subscriber:
     def invalidate(self) -> None:
         """Forget which version the target has, as its memory was changed: the next update takes even the same one.
 
-        It takes all bytes of it.
+        The update takes all bytes.
         """
         self._version = None
         self._aside.held.clear()
