@@ -7,8 +7,8 @@
     parameter.data.narrow(0, 0, 64)      a view of the live parameter
         .copy_(that view)                box (64..128, all) -> this memory; nothing is copied
 
-A recorded tensor has a shape, strides and an offset, but no elements. What is no view is noted, too, so that its target is known. What
-needs elements raises.
+A recorded tensor has a shape, strides and an offset, but no elements. What is no view is noted, too,
+so that its target is known. What needs elements raises.
 """
 
 from __future__ import annotations
