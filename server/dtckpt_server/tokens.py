@@ -3,8 +3,8 @@
 A list of tokens is text: one ``JOB TOKEN`` per line, the token without blanks; a job may have several, so that tokens
 can be replaced while jobs run. Two further columns name feeds, as in ``JOB TOKEN reads=policy,critic publishes=actor``.
 The columns hold for the job, whichever of its tokens a call carries. A job reads the feeds of its own jobs, and
-the feeds that ``reads`` names (``*``: all). A feed that any line names under ``publishes`` is opened only by the jobs of such lines.
-Every other feed belongs to the first job that opens it.
+the feeds that ``reads`` names (``*``: all). A feed that any line names under ``publishes`` is opened only by the jobs
+of such lines. Every other feed belongs to the first job that opens it.
 
 A token also opens the job ``JOB#durable-NUMBER``, in which a local tier writes, and no other name. Tokens of the job
 ``*`` are for operators of the coordinator: they may read all jobs and change none. Empty lines and lines that begin
