@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.live.feed_client import feed_client
+from dtckpt.checkpoint.live.relay import Relay
 from dtckpt.checkpoint.live.version_checkpoint import open_version
 from dtckpt.checkpoint.live.versions import parse_location
 from dtckpt.checkpoint.parts.part_files import PartCheckpoint
@@ -40,6 +41,7 @@ class VersionChoice:
         wait_s: How long the leader waits for such a version.
         timeout_s: Longest wait for each answer of the publisher.
         group: Name of these clients among all readers of their job; default: made of their numbers.
+        relay: Keeps the version on this host, and serves it to further readers.
 
     Attributes:
         lease: The lease on the version that was chosen last.
@@ -51,6 +53,7 @@ class VersionChoice:
     wait_s: float = TIMEOUT_S
     timeout_s: float = TIMEOUT_S
     group: str = ""
+    relay: Relay | None = None
     lease: FeedLease | None = None
     opened: list[PartCheckpoint] = field(default_factory=list)
 
@@ -86,7 +89,10 @@ class VersionChoice:
                 self.lease = feeds.subscribe(
                     self.feed, want=Want(number=number), group=group, lease_id=lease_id, timeout_s=self.timeout_s
                 )
-            checkpoint = open_version(self.lease, self.timeout_s)
+            if self.relay is not None:
+                self.lease = self.relay.hold(self.lease)
+            own = None if self.relay is None else self.relay.folder
+            checkpoint = open_version(self.lease, self.timeout_s, own=own)
             self.opened = [checkpoint]
             return checkpoint
 

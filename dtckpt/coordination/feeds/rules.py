@@ -25,6 +25,7 @@ in memory, under the old numbers. Readers take their leases again, by the old id
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 
 from dtckpt import errors
@@ -497,7 +498,7 @@ class FeedRules(Transitions):
             lease.reader,
             feed.secret,
             tuple(part.source(is_lost=client in version.lost) for client, part in sorted(version.parts.items())),
-            tuple(holder.source() for holder in _by_nearness(version, host)[:MAX_HOLDERS_TOLD]),
+            tuple(holder.source() for holder in _by_nearness(version, host, lease.lease_id)[:MAX_HOLDERS_TOLD]),
             self.lease_s,
             lease.taken_at + MAX_LEASE_S - now,
         )
@@ -582,13 +583,17 @@ def _refuse_stranger(feed: Feed, event: Subscribe | Serve) -> None:
         )
 
 
-def _by_nearness(version: Version, host: str, *, whole_only: bool = False) -> list[VersionHolder]:
-    """Return the holders of a version: holders on the same host first, then the holders with fewest leases."""
+def _by_nearness(version: Version, host: str, seed: int = 0, *, whole_only: bool = False) -> list[VersionHolder]:
+    """Return the holders of a version: holders on the same host first, then the holders with fewest leases.
+
+    Each reader, whose lease is the seed, is told the others in another order: so they do not all ask the same holder.
+    """
+
+    def order(who: Identity) -> int:
+        return zlib.crc32(f"{seed} {who.job} {who.task}".encode())
+
     holders = [holder for holder in version.holders.values() if holder.is_whole or not whole_only]
-    return sorted(
-        holders,
-        key=lambda holder: (not host or holder.host != host, holder.num_leases, holder.who.job, holder.who.task),
-    )
+    return sorted(holders, key=lambda holder: (not host or holder.host != host, holder.num_leases, order(holder.who)))
 
 
 def _readers(versions: Iterable[Version]) -> str:
