@@ -25,16 +25,22 @@ MAX_COPIES = 2
 """Copies of its part that a publisher sends to relays that do not insist."""
 IDLE_S = 10.0
 """A relay that asks for nothing for so long has lost its place at a source."""
-LONELY_S, INSIST_S = 3.0, 10.0
+LONELY_S, INSIST_S = 3.0, 15.0
 """A relay insists after so many seconds without a new piece: if it knows no other relay, and if it knows some."""
-STALL_S = 2.0
+STALL_S = 5.0
 """A relay leaves a source that has had no new piece for it for so long."""
-GIVE_UP_S = 30.0
+GIVE_UP_S = 60.0
 """After so many seconds without a new piece a relay stops pulling."""
 MAX_FAILURES = 2
 """A source that has failed so often is not asked again."""
-FIRST_PAUSE_S, MAX_PAUSE_S, RETRY_S = 0.05, 1.0, 1.0
-"""How long a relay leaves a source alone that has no place, doubled each time; and one that did not answer."""
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
+"""How long a relay leaves a source alone that has no place, and the registry: doubled each time."""
+RETRY_S = 1.0
+"""How long a relay leaves a source alone that did not answer, or that had nothing new."""
+MAX_POLL_S = 0.4
+"""How long a relay leaves its own source alone that has nothing new yet, at most."""
+GAP_S = 0.02
+"""From one source that has no place to the next."""
 
 
 class Places:
@@ -91,7 +97,7 @@ class SourceChoice:
     """The source that a relay asks next for pieces of a part.
 
     A relay stays with a source as long as that has pieces for it. Else it asks the other relays, in their order, and
-    the publisher last.
+    the publisher last; if it insists, the publisher first.
 
     Args:
         now: Seconds.
@@ -105,37 +111,43 @@ class SourceChoice:
         self._current: str | None = None
         self._relays: Sequence[str] = ()
         self._publisher: str | None = None
+        self._next_at = self._ask_at = now
+        self._ask_pause_s = FIRST_PAUSE_S
 
-    def tell(self, relays: Sequence[str], publisher: str | None) -> None:
+    def wants_news(self, now: float) -> bool:
+        """Whether to ask the registry for relays, and to `tell` of them."""
+        return self._current is None and now >= self._ask_at
+
+    def tell(self, relays: Sequence[str], publisher: str | None, now: float) -> None:
         """Learn of the sources: relays in the order of preference, and the publisher, if it is alive."""
         self._relays, self._publisher = relays, publisher
+        self._ask_at = now + self._ask_pause_s * (1 + self._random())
+        self._ask_pause_s = min(2 * self._ask_pause_s, MAX_PAUSE_S)
 
     def choose(self, now: float) -> str | None:
         """Return the source to ask; None: wait, for `pause_s`."""
-        if self._current is not None:
-            return self._current if self._standing(self._current).retry_at <= now else None
-        sources = [*self._relays, *([self._publisher] if self._publisher is not None else [])]
-        for source in sources:
-            standing = self._standing(source)
-            if standing.is_usable and standing.retry_at <= now:
-                return source
-        return None
-
-    @property
-    def has_source(self) -> bool:
-        """Whether the relay stays with the source that it asked last."""
-        return self._current is not None
+        if now < self._next_at:
+            return None
+        return next((source for source in self._asked(now) if self._retry_at(source) <= now), None)
 
     def pause_s(self, now: float) -> float:
         """Return how long to wait before the next choice."""
-        standings = [self._standing(source) for source in self._asked()]
-        retries = [standing.retry_at for standing in standings if standing.is_usable]
-        return min(max(min(retries, default=now + MAX_PAUSE_S) - now, FIRST_PAUSE_S / 10), MAX_PAUSE_S)
+        retries = (self._retry_at(source) for source in self._asked(now))
+        return min(max(min(retries, default=self._ask_at), self._next_at) - now, MAX_PAUSE_S)
 
-    def _asked(self) -> Sequence[str]:
+    def _asked(self, now: float) -> Sequence[str]:
+        """Return the sources that may be asked, in order."""
+        publisher = [self._publisher] if self._publisher is not None else []
         if self._current is not None:
-            return [self._current]
-        return [*self._relays, *([self._publisher] if self._publisher is not None else [])]
+            sources = [self._current]
+        else:
+            sources = [*self._relays, *publisher]
+        if self.insists(now):
+            sources = [*publisher, *sources]
+        return [source for source in sources if self._standing(source).is_usable]
+
+    def _retry_at(self, source: str) -> float:
+        return self._standing(source).retry_at
 
     def insists(self, now: float) -> bool:
         """Whether the publisher should let this relay in although it has sent copies enough."""
@@ -149,7 +161,7 @@ class SourceChoice:
     def took(self, source: str, now: float) -> None:
         """Note that a source has sent pieces."""
         self._current, self._progress_at = source, now
-        self._known[source] = _Standing()
+        self._known[source], self._ask_pause_s = _Standing(), FIRST_PAUSE_S
 
     def has_nothing(self, source: str, now: float) -> None:
         """Note that a source has given a place, and has no piece yet that is new."""
@@ -159,12 +171,14 @@ class SourceChoice:
         if now - standing.stalls_since >= STALL_S:
             self._leave(source, now + RETRY_S * (1 + self._random()))
         else:
-            standing.retry_at = now + FIRST_PAUSE_S
+            standing.retry_at = now + standing.pause_s
+            standing.pause_s = min(2 * standing.pause_s, MAX_POLL_S)
 
     def is_full(self, source: str, now: float) -> None:
         """Note that a source has no place."""
         standing = self._standing(source)
         self._leave(source, now + standing.pause_s * (0.5 + self._random()))
+        self._next_at = now + GAP_S * (0.5 + self._random())
         standing.pause_s = min(2 * standing.pause_s, MAX_PAUSE_S)
 
     def failed(self, source: str, now: float, *, is_damaged: bool) -> None:

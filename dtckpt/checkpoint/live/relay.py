@@ -45,7 +45,7 @@ logger = logging.getLogger("dtckpt.live")
 POLL_S = 0.05
 """How often a client looks whether another one of its host has pulled a part."""
 ASK_S = 0.3
-"""How long a relay that waits for a place leaves the registry alone."""
+"""Longest wait for the answer of a registry that knows the version."""
 
 
 @dataclass(slots=True)
@@ -193,7 +193,6 @@ class _VersionPull:
         self._folder, self._pulls, self._traffic = relay.folder, relay._pulls, relay.traffic
         self._puller = secrets.token_hex(8)
         self._is_offered = False
-        self._ask_at = 0.0
 
     def is_elsewhere_here(self) -> bool:
         """Whether the publisher, or a relay of another job, holds all parts on this host."""
@@ -235,8 +234,8 @@ class _VersionPull:
                         break
             if waits:
                 alive_at = max(alive_at, *(self._marked_at(part.client) for part in left))
-                if time.monotonic() - alive_at > 2 * GIVE_UP_S:
-                    raise SourceLostError(f"another client of this host has pulled nothing for {2 * GIVE_UP_S:g} s")
+                if time.monotonic() - alive_at > GIVE_UP_S:
+                    raise SourceLostError(f"another client of this host has pulled nothing for {GIVE_UP_S:g} s")
                 time.sleep(POLL_S)
 
     def _is_here(self, part: FeedSource) -> bool:
@@ -351,19 +350,18 @@ class _VersionPull:
         peers = self._known(part, choice)
         while True:
             now = time.monotonic()
-            source = choice.choose(now)
-            if source is not None:
-                yield source, peers[source]
-                continue
             if choice.is_over(now):
                 raise SourceLostError(
                     f"no source has sent a new piece of client {part.client}'s part for {GIVE_UP_S:g} s"
                 )
-            time.sleep(choice.pause_s(now))
-            if now >= self._ask_at and not choice.has_source:
-                self._ask_at = now + ASK_S * (1 + _jitter())
+            if choice.wants_news(now):
                 self._ask_registry()
                 peers = self._known(part, choice)
+            source = choice.choose(now)
+            if source is not None:
+                yield source, peers[source]
+            else:
+                time.sleep(choice.pause_s(now))
 
     def _ask_registry(self) -> None:
         """Learn of relays that have begun, or have gone."""
@@ -384,7 +382,7 @@ class _VersionPull:
             for holder in self.lease.holders
             if (address := PartAddress.from_bytes(holder.endpoint)).host != self._relay._host or holder.job != own
         }
-        choice.tell(list(relays), publisher.url)
+        choice.tell(list(relays), publisher.url, time.monotonic())
         return {
             **relays,
             publisher.url: PullPeer(publisher.url, publisher.host, part.ticket.hex(), self._relay._timeout_s),

@@ -103,3 +103,75 @@ def read_on(folder: Path, host: str, ends: list[str], **options: Any) -> dict[st
             "passed_over": list(report.passed_over),
             "seconds": seconds,
         }
+
+
+def die_in_the_middle(folder: Path, host: str) -> None:
+    """Be a relay that ends without a word when it has a quarter of the pieces, and others pull from it."""
+    named(host)
+    await_note(folder, "published 1")
+    received, receive = [], HeldPart.receive
+
+    def dying(self: HeldPart, *args: Any) -> None:
+        if len(received) == NUM_TENSORS // 4:
+            note(folder, f"{host} is in the middle")
+            await_note(folder, "others have begun")
+            os.kill(os.getpid(), signal.SIGKILL)
+        receive(self, *args)
+        received.append(args)
+
+    HeldPart.receive = dying
+    with Subscriber(FEED, zeros(), serve=True, folder=folder / host) as subscriber:
+        subscriber.update(timeout_s=WAIT_S)
+
+
+def read_on_after(folder: Path, word: str, say: str, *args: Any, **options: Any) -> dict[str, Any]:
+    """As `read_on`, after another reader has said a word."""
+    await_note(folder, word)
+    note(folder, say)
+    return read_on(folder, *args, **options)
+
+
+def damage_after(folder: Path, host: str, ends: list[str]) -> dict[str, Any]:
+    """Be a relay whose memory changes when it has the version; return whether it serves that on in the end."""
+    named(host)
+    await_note(folder, "published 1")
+    target = zeros()
+    with Subscriber(FEED, target, serve=True, folder=folder / host) as subscriber:
+        subscriber.update(timeout_s=WAIT_S)
+        (data,) = (folder / host).glob("*/*/0.data")
+        with data.open("r+b") as file:
+            file.seek(NBYTES // 2)
+            file.write(b"wrong")
+        note(folder, f"{host} is damaged")
+        for end in ends:
+            await_note(folder, end)
+        relay = subscriber._relay
+        assert relay is not None
+        return {"held": len(relay._held), "differs": differs(target, 1), "files": len(list(data.parent.glob("*.data")))}
+
+
+def publish_and_die(folder: Path, word: str) -> None:
+    """Publish a version, and end without a word when a reader has said that it has it."""
+    named("trainer")
+    publisher = Publisher(FEED, folder=folder / "trainer")
+    publisher.publish(weights(1), step=1, wait=True)
+    note(folder, "published 1")
+    await_note(folder, word)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_again(folder: Path, host: str) -> tuple[int, list[list[str]], int, list[int]]:
+    """Serve two steps on, one after the other; return what the relay has in memory then, and after its end."""
+    named(host)
+    target, found = zeros(), []
+    with Subscriber(FEED, target, serve=True, folder=folder / host) as subscriber:
+        for step in (1, 2):
+            await_note(folder, f"published {step}")
+            subscriber.update(timeout_s=WAIT_S)
+            found.append(differs(target, step))
+            note(folder, f"took {step}")
+        relay = subscriber._relay
+        assert relay is not None
+        versions = len(relay.folder.parts().voted)
+        mapped = [len(relay._pulls._whole), len(relay.folder._filled)]
+    return versions, found, len(list((folder / host).glob("*/*/*.data"))), mapped
