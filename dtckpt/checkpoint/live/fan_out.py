@@ -138,10 +138,7 @@ class SourceChoice:
     def _asked(self, now: float) -> Sequence[str]:
         """Return the sources that may be asked, in order."""
         publisher = [self._publisher] if self._publisher is not None else []
-        if self._current is not None:
-            sources = [self._current]
-        else:
-            sources = [*self._relays, *publisher]
+        sources = [self._current] if self._current is not None else [*self._relays, *publisher]
         if self.insists(now):
             sources = [*publisher, *sources]
         return [source for source in sources if self._standing(source).is_usable]

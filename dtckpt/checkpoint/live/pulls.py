@@ -3,7 +3,7 @@
 A relay asks ``POST /v1/pull/<save>/<client>`` for pieces of a part; see `PartServer`. The body is JSON::
 
     {"puller": random name, "pieces": numbers of pieces | null: the index, "is_all": whether it lacks no others,
-     "insists": whether it found no other source, "suspects": numbers of pieces that came damaged}
+     "insists": whether it found no other source, "is_suspect": whether a piece came damaged}
 
 The answer is a length, a head in JSON of this length, and the elements of the pieces that the head names: those of the
 asked ones that the source has. A head with ``is_full`` says that the source has no place, or not this part. The relay
@@ -15,9 +15,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from dtckpt.checkpoint.parts.open_part import elements_of, piece_seed, verified_
 from dtckpt.checkpoint.parts.peers import RECV_NBYTES, Peer
 from dtckpt.checkpoint.parts.records import PartIndex, SaveId
 from dtckpt.checkpoint.parts.server import LENGTH_NBYTES
-from dtckpt.errors import CheckpointCorruptError, StorageError
+from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageError
 from dtckpt.format.digest import as_bytes
 from dtckpt.format.dtypes import DTYPES
 
@@ -92,15 +92,16 @@ class HeldPart:
         """Return the elements of a piece, for an answer. The receiver verifies them."""
         return as_bytes(np.ascontiguousarray(self._elements(number))).data
 
-    def verify(self, number: int) -> None:
-        """Compare a piece with its digest. Raises: CheckpointCorruptError: It has changed."""
-        verified_elements(self._data, self.index, number)
+    def verify(self) -> None:
+        """Compare the pieces that are here with their digests. Raises: CheckpointCorruptError: One has changed."""
+        for number in sorted(self._has):
+            verified_elements(self._data, self.index, number)
 
     def receive(self, number: int, readinto: Callable[[memoryview], int]) -> None:
         """Read the elements of a piece; it is here when they have the publisher's digest.
 
         Raises:
-            DamagedPieceError: They have another one.
+            CheckpointCorruptError: They have another one.
             StorageError: The answer ends too early.
         """
         piece, elements = self.index.pieces[number], self._elements(number)
@@ -114,19 +115,13 @@ class HeldPart:
             digest.update(buffer[at : at + count])
             at += count
         if digest.intdigest() != piece.digest:
-            raise DamagedPieceError(number, f"{name!r} {piece.region} of client {self.index.client}'s part is damaged")
+            raise CheckpointCorruptError(
+                f"the part of client {self.index.client} is damaged at {name!r} {piece.region}"
+            )
         if not piece.is_dense:
             elements[...] = into
         self._has.add(number)
         self.nbytes += at
-
-
-class DamagedPieceError(CheckpointCorruptError):
-    """A source sent a piece that differs from the publisher's."""
-
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.number = number
 
 
 class PullService:
@@ -208,13 +203,12 @@ class PullService:
                 part = None
         if part is None:
             return [_head(is_full=True)]
-        for number in asked["suspects"]:
+        if asked["is_suspect"]:
             try:
-                part.verify(number)
+                part.verify()
             except CheckpointCorruptError as error:
                 self._on_damage(save, error)
                 raise
-        if asked["suspects"]:
             return [_head()]
         if asked["pieces"] is None:
             return [_head(nbytes=len(part.index_file)), part.index_file]
@@ -257,7 +251,7 @@ class PullRequest:
     pieces: list[int] | None
     is_all: bool = False
     insists: bool = False
-    suspects: list[int] = field(default_factory=list)
+    is_suspect: bool = False
 
     @classmethod
     def of_index(cls, puller: str) -> PullRequest:
@@ -269,11 +263,6 @@ class PullRequest:
         """Return the request for pieces that a part lacks."""
         return cls(puller, list(lacking[:MAX_ASKED]), len(lacking) <= MAX_ASKED, insists)
 
-    @classmethod
-    def of_suspects(cls, suspects: Sequence[int]) -> PullRequest:
-        """Return the request to verify pieces that came damaged."""
-        return cls("", None, suspects=list(suspects))
-
     def to_bytes(self) -> bytes:
         """Return the body of the request."""
         facts = {
@@ -281,7 +270,7 @@ class PullRequest:
             "pieces": self.pieces,
             "is_all": self.is_all,
             "insists": self.insists,
-            "suspects": self.suspects,
+            "is_suspect": self.is_suspect,
         }
         return json.dumps(facts).encode()
 
@@ -289,8 +278,22 @@ class PullRequest:
 class PullPeer(Peer):
     """A source of a relay, with the arguments of `Peer`."""
 
-    def pull(self, save: SaveId, client: int, request: PullRequest, part: HeldPart | None = None) -> PullAnswer:
+    def pull(
+        self,
+        save: SaveId,
+        client: int,
+        request: PullRequest,
+        part: HeldPart | None = None,
+        admitted: Callable[[], object] = lambda: None,
+    ) -> PullAnswer:
         """Make a request; the pieces that come are put into a part.
+
+        Args:
+            save: The save.
+            client: The client whose part it is.
+            request: The request.
+            part: The part; None: the index is asked for.
+            admitted: Called when the source has given a place, before pieces come.
 
         Raises:
             CheckpointCorruptError: A piece came damaged. Its source verifies it, and stops serving it if it is damaged
@@ -298,19 +301,33 @@ class PullPeer(Peer):
             StorageError: The source does not answer, or refuses.
         """
         try:
-            with self._errors_named("pull a part") as connection:
-                path = f"/v1/pull/{save.name}/{client}"
-                connection.request("POST", path, request.to_bytes(), self._headers)
+            with self._telling(save, client), self._errors_named("pull a part") as connection:
+                connection.request("POST", _path(save, client), request.to_bytes(), self._headers)
                 response = self._answer_to(connection)
                 head = json.loads(response.read(int.from_bytes(response.read(LENGTH_NBYTES), "big")))
                 if part is None:
                     return PullAnswer(head.get("is_full", False), index_file=response.read())
+                if not head.get("is_full"):
+                    admitted()
                 for number in head.get("pieces", ()):
                     part.receive(number, response.readinto)
                 return PullAnswer(head.get("is_full", False))
-        except DamagedPieceError as error:
-            with suppress(CheckpointCorruptError, StorageError):
-                self.pull(save, client, PullRequest.of_suspects([error.number]))
-            raise CheckpointCorruptError(f"host {self.host}: {error}") from error
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise StorageError(f"host {self.host}: its answer to a pull is malformed: {error}") from error
+
+    @contextmanager
+    def _telling(self, save: SaveId, client: int) -> Iterator[None]:
+        """If a piece comes damaged, name the source, and let it verify its part."""
+        try:
+            yield
+        except CheckpointCorruptError as error:
+            body = PullRequest("", None, is_suspect=True).to_bytes()
+            with suppress(DtckptError), self._errors_named("tell of a damaged piece") as connection:
+                connection.request("POST", _path(save, client), body, self._headers)
+                self._answer_to(connection)
+            text = str(error)
+            raise CheckpointCorruptError(text if self.host in text else f"host {self.host}: {text}") from error
+
+
+def _path(save: SaveId, client: int) -> str:
+    return f"/v1/pull/{save.name}/{client}"

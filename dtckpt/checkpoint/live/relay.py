@@ -315,15 +315,13 @@ class _VersionPull:
             before, now = held.nbytes, time.monotonic()
             request = PullRequest.of_lacking(self._puller, lacking, insists=choice.insists(now))
             with self._noting(choice, source):
-                answer = peer.pull(self._save, part.client, request, held)
+                answer = peer.pull(self._save, part.client, request, held, self._offer_early)
                 if answer.is_full:
                     choice.is_full(source, time.monotonic())
                 elif held.nbytes == before:
                     choice.has_nothing(source, time.monotonic())
                 else:
                     choice.took(source, time.monotonic())
-                if not answer.is_full:
-                    self._offer_early()
             if held.nbytes > before:
                 os.utime(mark)
                 self._traffic.by_host[peer.host] = self._traffic.by_host.get(peer.host, 0) + held.nbytes - before

@@ -7,7 +7,7 @@ version, in the registry's order; then the publisher. A source that is damaged, 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -18,6 +18,7 @@ from dtckpt.checkpoint.live.pulls import PullPeer
 from dtckpt.checkpoint.live.versions import PartAddress
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.part_files import PartHolder
+from dtckpt.checkpoint.parts.peers import BoxRequest
 from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.coordination.feeds.client import host_name
 from dtckpt.coordination.feeds.leases import FeedLease, FeedSource
@@ -55,6 +56,11 @@ class RelayPeer(PullPeer):
         except StorageError as error:
             self._lost = error
             raise
+
+    @override
+    def read(self, save: SaveId, client: int, boxes: Sequence[BoxRequest]) -> None:
+        with self._telling(save, client):
+            super().read(save, client, boxes)
 
 
 def holders_of(

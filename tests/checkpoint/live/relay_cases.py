@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 
 from dtckpt import Publisher, Subscriber
+from dtckpt.checkpoint.live import pulls
+from dtckpt.checkpoint.live.pulls import HeldPart
 from dtckpt.checkpoint.parts import server
 
 from .live_cases import FEED, WAIT_S, await_note, note
@@ -35,6 +38,7 @@ def differs(target: dict[str, torch.Tensor], step: int) -> list[str]:
 def named(host: str) -> None:
     """Give the host of this process a name: without it, all processes of the tests were on one host."""
     os.environ["DTCKPT_HOST"] = host
+    pulls.ANSWER_NBYTES = 500_000
 
 
 def counted_answers() -> list[int]:
@@ -49,29 +53,18 @@ def counted_answers() -> list[int]:
     return sizes
 
 
-def slow_answers(seconds: float) -> None:
-    """Let this process's server wait before each answer, so that others come in the middle."""
-    answer = server._PartHandler._answer
-
-    def waiting(self: Any, parts: Any, status: int = 200) -> None:
-        time.sleep(seconds)
-        answer(self, parts, status)
-
-    server._PartHandler._answer = waiting
-
-
-def publish(folder: Path, ends: list[str], steps: tuple[int, ...] = (1,), slow_s: float = 0.0) -> int:
+def publish(folder: Path, ends: list[str], steps: tuple[int, ...] = (1,)) -> int:
     """Publish steps, and stay until readers have said the last words; return the bytes that the server sent."""
     named("trainer")
     answer = server._PartHandler._answer
     sizes = counted_answers()
-    if slow_s:
-        slow_answers(slow_s)
     try:
         with Publisher(FEED, folder=folder / "trainer") as publisher:
             for step in steps:
                 publisher.publish(weights(step), step=step, wait=True)
                 note(folder, f"published {step}")
+                if step != steps[-1]:
+                    await_note(folder, f"took {step}")
             for end in ends:
                 await_note(folder, end)
     finally:
@@ -115,6 +108,7 @@ def die_in_the_middle(folder: Path, host: str) -> None:
         if len(received) == NUM_TENSORS // 4:
             note(folder, f"{host} is in the middle")
             await_note(folder, "others have begun")
+            time.sleep(1.0)
             os.kill(os.getpid(), signal.SIGKILL)
         receive(self, *args)
         received.append(args)
@@ -124,11 +118,14 @@ def die_in_the_middle(folder: Path, host: str) -> None:
         subscriber.update(timeout_s=WAIT_S)
 
 
-def read_on_after(folder: Path, word: str, say: str, *args: Any, **options: Any) -> dict[str, Any]:
+def read_on_after(
+    folder: Path, word: str, say: str, host: str, ends: list[str], pause_s: float = 0.0, **options: Any
+) -> dict[str, Any]:
     """As `read_on`, after another reader has said a word."""
     await_note(folder, word)
+    time.sleep(pause_s)
     note(folder, say)
-    return read_on(folder, *args, **options)
+    return read_on(folder, host, ends, **options)
 
 
 def damage_after(folder: Path, host: str, ends: list[str]) -> dict[str, Any]:

@@ -5,6 +5,8 @@ import math
 import pytest
 
 from dtckpt.checkpoint.live.fan_out import (
+    FIRST_PAUSE_S,
+    GAP_S,
     GIVE_UP_S,
     IDLE_S,
     INSIST_S,
@@ -141,7 +143,9 @@ def test_full_sources_are_left_alone_for_a_while():
     for source in ("a", "b", "publisher"):
         assert choice.choose(now) == source
         choice.is_full(source, now)
-        now += choice.pause_s(now)
+        now += GAP_S
+    assert choice.choose(now) is None
+    now += FIRST_PAUSE_S
     assert choice.wants_news(now)
     choice.tell(["c", "a"], "publisher", now)
     assert choice.choose(now) == "c"

@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+from support.client_calls import HEARTBEAT_S
 from support.client_processes import Pool
 from support.coordinators import server_in_thread
 
@@ -25,10 +26,11 @@ def hosts():
 
             def answer(pool, case):
                 (work, *args), options = case[0], case[1] if len(case) > 1 else {}
-                return pool.run(work, *args, clients=1, group=True, coordinator=f"127.0.0.1:{port}", **options)[0]
+                clients = options.pop("clients", 1)
+                return pool.run(work, *args, clients=clients, group=True, coordinator=f"127.0.0.1:{port}", **options)
 
             with ThreadPoolExecutor(len(cases)) as threads:
-                return list(threads.map(answer, pools, cases))
+                return [each for answers in threads.map(answer, pools, cases) for each in answers]
 
         yield run
 
@@ -51,3 +53,81 @@ def test_eight_hosts_that_begin_together_take_two_copies_from_the_source(hosts, 
     assert not any(each["sent"] or each["passed_over"] for each in found)
     assert sum(each["pulled"].get("trainer", 0) for each in found) <= 2 * NBYTES
     assert sent <= 2.1 * NBYTES  # with the indexes
+
+
+def test_a_relay_dies_in_the_middle(hosts, tmp_path):
+    others = HOSTS[:3]
+    ends = [f"{host} has it" for host in others]
+    word = "victim is in the middle"
+    answers = hosts(
+        ((relay_cases.publish, tmp_path, ends),),
+        ((relay_cases.die_in_the_middle, tmp_path, "victim"),),
+        *(((relay_cases.read_on_after, tmp_path, word, "others have begun", host, ends),) for host in others),
+    )
+    assert answers[1].has_died
+    sent, *found = values([answers[0], *answers[2:]])
+    assert not any(each["differs"] for each in found)
+    # They took pieces from it, and it is named.
+    assert any("victim" in each["pulled"] for each in found)
+    assert any("host victim" in text for each in found for text in each["passed_over"])
+    assert all(sum(each["pulled"].values()) == each["mapped"] == NBYTES for each in found)
+    assert sent <= 2.3 * NBYTES  # a copy and a half, and a bit for the dead one
+
+
+@pytest.mark.parametrize("serve", [True, False], ids=["relay", "reader"])
+def test_the_memory_of_a_relay_is_damaged(hosts, tmp_path, serve):
+    """Situation 39: nobody gets a wrong byte, the relay is named, and it serves the version no more."""
+    ends = ["engine has it"]
+    _, bad, found = values(
+        hosts(
+            ((relay_cases.publish, tmp_path, ends),),
+            ((relay_cases.damage_after, tmp_path, "bad", ends),),
+            ((relay_cases.read_on_after, tmp_path, "bad is damaged", "", "engine", ends), {"serve": serve}),
+        )
+    )
+    assert not found["differs"]
+    (text,) = [text for text in found["passed_over"] if "damaged at 'w12'" in text or "a piece of the part" in text]
+    assert "host bad" in text
+    assert bad == {"held": 0, "differs": [], "files": 0}
+    assert (found["pulled"] if serve else found["sent"])["trainer"] > 0
+
+
+def test_relays_have_the_version_when_its_publisher_is_dead(hosts, tmp_path):
+    """Situation 3: the memory of the trainer is gone."""
+    ends = ["late0 has it", "late1 has it"]
+    word = "engine has it"
+    answers = hosts(
+        ((relay_cases.publish_and_die, tmp_path, word),),
+        ((relay_cases.read_on, tmp_path, "engine", ends),),
+        # One of them comes when the registry knows that the trainer is lost.
+        ((relay_cases.read_on_after, tmp_path, word, "", "late0", ends), {"serve": False}),
+        ((relay_cases.read_on_after, tmp_path, word, "", "late1", ends, 1.5 * HEARTBEAT_S),),
+    )
+    assert answers[0].has_died
+    _, late, later = values(answers[1:])
+    assert not late["differs"]
+    assert late["sent"] == {"engine": NBYTES}
+    assert not later["differs"]
+    assert sum(later["pulled"].values()) == NBYTES
+    assert "trainer" not in later["pulled"]
+
+
+def test_the_clients_of_a_host_pull_each_part_once(hosts, tmp_path):
+    ends = ["engine has it"]
+    sent, *found = values(
+        hosts(
+            ((relay_cases.publish, tmp_path, ends),),
+            ((relay_cases.read_on, tmp_path, "engine", ends), {"clients": 2}),
+        )
+    )
+    assert not any(each["differs"] for each in found)
+    assert sum(sum(each["pulled"].values()) for each in found) == NBYTES
+    assert all(each["mapped"] == NBYTES for each in found), found
+    assert sent <= 1.1 * NBYTES
+
+
+def test_a_relay_frees_old_versions(hosts, tmp_path):
+    _, (versions, differs, num_files, mapped) = values(
+        hosts(((relay_cases.publish, tmp_path, ["took 2"], (1, 2)),), ((relay_cases.read_again, tmp_path, "engine"),))
+    )
+    assert (versions, differs, num_files, mapped) == (1, [[], []], 0, [0, 1])
