@@ -312,6 +312,8 @@ class PullPeer(Peer):
                 for number in head.get("pieces", ()):
                     part.receive(number, response.readinto)
                 return PullAnswer(head.get("is_full", False))
+        except DtckptError:
+            raise
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             raise StorageError(f"host {self.host}: its answer to a pull is malformed: {error}") from error
 

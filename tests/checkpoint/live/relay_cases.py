@@ -14,6 +14,7 @@ from dtckpt import Publisher, Subscriber
 from dtckpt.checkpoint.live import pulls
 from dtckpt.checkpoint.live.pulls import HeldPart
 from dtckpt.checkpoint.parts import server
+from dtckpt.config import Config
 
 from .live_cases import FEED, WAIT_S, await_note, note
 
@@ -75,6 +76,7 @@ def publish(folder: Path, ends: list[str], steps: tuple[int, ...] = (1,)) -> int
 def read_on(folder: Path, host: str, ends: list[str], **options: Any) -> dict[str, Any]:
     """Take a version and serve it on; stay until all readers have it."""
     named(host)
+    client = Config.from_environ().client_id
     await_note(folder, "published 1")
     target = zeros()
     start = time.monotonic()
@@ -82,7 +84,7 @@ def read_on(folder: Path, host: str, ends: list[str], **options: Any) -> dict[st
         try:
             subscriber.update(timeout_s=WAIT_S)
         finally:
-            note(folder, f"{host} has it")  # or has failed: nobody else shall wait
+            (folder / f"{host}{client or ''} has it").write_bytes(b"")  # or has failed: nobody else shall wait
         seconds = time.monotonic() - start
         for end in ends:
             await_note(folder, end)

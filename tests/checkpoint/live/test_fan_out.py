@@ -139,16 +139,22 @@ def test_a_relay_stays_with_a_source_that_has_pieces():
 
 
 def test_full_sources_are_left_alone_for_a_while():
-    choice, now = chosen(), 0.0
-    for source in ("a", "b", "publisher"):
-        assert choice.choose(now) == source
-        choice.is_full(source, now)
-        now += GAP_S
-    assert choice.choose(now) is None
-    now += FIRST_PAUSE_S
-    assert choice.wants_news(now)
-    choice.tell(["c", "a"], "publisher", now)
-    assert choice.choose(now) == "c"
+    choice = chosen()
+    choice.is_full("a", 0.0)
+    assert choice.choose(0.0) is None
+    assert choice.choose(GAP_S) == "b"
+    choice.is_full("b", GAP_S)
+    assert choice.choose(2 * GAP_S) == "publisher"
+    choice.is_full("publisher", 2 * GAP_S)
+    assert choice.choose(FIRST_PAUSE_S + GAP_S) == "a"
+    choice.is_full("a", 1.0)
+    choice.is_full("b", 1.0)
+    assert choice.choose(1.0 + GAP_S) == "publisher"
+    assert choice.wants_news(1.0)
+    choice.tell(["a", "c"], "publisher", 1.0)
+    assert choice.choose(1.0 + GAP_S) == "c"
+    assert choice.choose(1.0 + 2 * FIRST_PAUSE_S) == "a", "twice as long as the first time"
+    assert not choice.wants_news(1.0 + FIRST_PAUSE_S)
 
 
 def test_sources_that_fail_are_given_up():
