@@ -132,9 +132,6 @@ class PullService:
         max_copies: As for `Places`.
         on_damage: Called when a part turns out to be damaged: with the save and the error.
         clock: Monotonic seconds.
-
-    Attributes:
-        sent_nbytes: Bytes of elements that went to relays, by save.
     """
 
     def __init__(
@@ -145,7 +142,6 @@ class PullService:
         on_damage: Callable[[SaveId, CheckpointCorruptError], object] = lambda *_: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.sent_nbytes: dict[SaveId, int] = {}
         self._folder, self._max_copies, self._on_damage, self._clock = folder, max_copies, on_damage, clock
         self._lock = threading.Lock()
         self._places: dict[tuple[SaveId, int], Places] = {}
@@ -183,9 +179,7 @@ class PullService:
     def _places_of(self, save: SaveId, client: int) -> Places:
         places = self._places.setdefault((save, client), Places(self._max_copies))
         while len(self._places) > MAX_PLACES:
-            oldest = next(iter(self._places))
-            del self._places[oldest]
-            self.sent_nbytes.pop(oldest[0], None)
+            del self._places[next(iter(self._places))]
         return places
 
     def __call__(self, save: SaveId, client: int, body: bytes) -> list[bytes | memoryview]:
@@ -219,10 +213,7 @@ class PullService:
             numbers = part.some_of(asked["pieces"])
             if asked["is_all"] and len(numbers) == len(asked["pieces"]):
                 places.done(asked["puller"])
-        elements = [part.elements(number) for number in numbers]
-        with self._lock:
-            self.sent_nbytes[save] = self.sent_nbytes.get(save, 0) + sum(map(len, elements))
-        return [_head(pieces=numbers), *elements]
+        return [_head(pieces=numbers), *(part.elements(number) for number in numbers)]
 
 
 def _head(**facts: object) -> bytes:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from dtckpt.checkpoint.live.fan_out import GIVE_UP_S, SourceChoice
 from dtckpt.checkpoint.live.pulls import HeldPart, PullPeer, PullRequest, PullService
-from dtckpt.checkpoint.live.sources import RELAY_TIMEOUT_S, folder_of
+from dtckpt.checkpoint.live.sources import RELAY_TIMEOUT_S, folder_of, relays_of
 from dtckpt.checkpoint.live.version_checkpoint import index_digest
 from dtckpt.checkpoint.live.versions import PartAddress, job_of_feed, save_of_version, title_of_version
 from dtckpt.checkpoint.parts.host_folder import HostFolder
@@ -175,6 +175,7 @@ class Relay:
     def _drop_damaged(self, save: SaveId, error: CheckpointCorruptError) -> None:
         logger.error("version %d of feed %r is served on no more: %s", save.number, self._feed, error)
         self._stop(save.number)
+        self.folder.remove_save(save)  # else a client of this host that pulled it would serve it on
 
     def close(self) -> None:
         """Serve nothing more, and free the memory; readers under way go on at other sources."""
@@ -196,14 +197,15 @@ class _VersionPull:
 
     def is_elsewhere_here(self) -> bool:
         """Whether the publisher, or a relay of another job, holds all parts on this host."""
-        addresses = [PartAddress.from_bytes(holder.endpoint) for holder in self.lease.holders if holder.is_whole]
-        others = [
-            folder for address in addresses if (folder := folder_of(address)) and folder.path != self._folder.path
-        ]
-        return all(
-            any(folder.has(self._save, part.client) for folder in [*_publisher_here(part), *others])
-            for part in self.lease.parts
-        )
+        relays = [address for address, holder in relays_of(self.lease) if holder.is_whole]
+        for part in self.lease.parts:
+            folders = map(folder_of, [PartAddress.from_bytes(part.endpoint), *relays])
+            if not any(
+                folder is not None and folder.path != self._folder.path and folder.has(self._save, part.client)
+                for folder in folders
+            ):
+                return False
+        return True
 
     def run(self) -> None:
         """Pull all parts, other than those that clients of this host have pulled.
@@ -371,27 +373,20 @@ class _VersionPull:
 
     def _known(self, part: FeedSource, choice: SourceChoice) -> Mapping[str, PullPeer]:
         """Return the sources of a part, and tell the choice of them."""
-        own = self._relay._member.job
+        own, timeout_s = self._relay._member.job, self._relay._timeout_s
         publisher = PartAddress.from_bytes(part.endpoint)
         relays = {
-            address.url: PullPeer(
-                address.url, address.host, holder.ticket.hex(), min(RELAY_TIMEOUT_S, self._relay._timeout_s)
-            )
-            for holder in self.lease.holders
-            if (address := PartAddress.from_bytes(holder.endpoint)).host != self._relay._host or holder.job != own
+            address.url: PullPeer(address.url, address.host, holder.ticket.hex(), min(RELAY_TIMEOUT_S, timeout_s))
+            for address, holder in relays_of(self.lease)
+            if address.host != self._relay._host or holder.job != own
         }
         choice.tell(list(relays), publisher.url, time.monotonic())
         return {
             **relays,
-            publisher.url: PullPeer(publisher.url, publisher.host, part.ticket.hex(), self._relay._timeout_s),
+            publisher.url: PullPeer(publisher.url, publisher.host, part.ticket.hex(), timeout_s),
         }
 
 
 def _jitter() -> float:
     """Return a random number from 0 to 1, so that relays do not all ask at one time."""
     return random.random()  # noqa: S311  nothing secret depends on it
-
-
-def _publisher_here(part: FeedSource) -> list[HostFolder]:
-    folder = folder_of(PartAddress.from_bytes(part.endpoint))
-    return [] if folder is None else [folder]

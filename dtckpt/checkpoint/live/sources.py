@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from dtckpt.checkpoint.parts.peers import BoxRequest
 from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.coordination.feeds.client import host_name
 from dtckpt.coordination.feeds.leases import FeedLease, FeedSource
-from dtckpt.errors import StorageError
+from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageError
 
 MAX_RELAYS_FIRST = 4
 """Relays that are asked before the publisher; further ones are asked after it."""
@@ -36,6 +36,15 @@ def folder_of(address: PartAddress) -> HostFolder | None:
         return None
     folder = HostFolder(Path(address.folder), address.root, host=address.host, title="the live versions")
     return folder if address.token and folder.token() == address.token else None
+
+
+def relays_of(lease: FeedLease) -> list[tuple[PartAddress, FeedSource]]:
+    """Return the relays of a version, and where they are; without those whose address nobody can read."""
+    found = []
+    for holder in lease.holders:
+        with suppress(CheckpointCorruptError):
+            found.append((PartAddress.from_bytes(holder.endpoint), holder))
+    return found
 
 
 class RelayPeer(PullPeer):
@@ -56,6 +65,11 @@ class RelayPeer(PullPeer):
         except StorageError as error:
             self._lost = error
             raise
+        except DtckptError:
+            raise
+        except ValueError as error:
+            self._lost = StorageError(f"host {self.host}: the address of a relay is malformed: {error}")
+            raise self._lost from error
 
     @override
     def read(self, save: SaveId, client: int, boxes: Sequence[BoxRequest]) -> None:
@@ -76,7 +90,7 @@ def holders_of(
         own: The folder of this reader's own relay.
     """
     publisher, found = PartAddress.from_bytes(part.endpoint), list[PartHolder]()
-    relays = [(PartAddress.from_bytes(each.endpoint), each) for each in lease.holders if each.is_whole]
+    relays = [(address, holder) for address, holder in relays_of(lease) if holder.is_whole]
     folders = [(host_name(), own), *((each.host, folder_of(each)) for each in [publisher, *(one for one, _ in relays)])]
     for host, folder in folders:
         if folder is not None and folder.has(save, part.client):

@@ -364,6 +364,11 @@ class HostFolder:
                 with suppress(OSError):
                     self._files.remove_tree(folder.name)
 
+    def remove_save(self, save: SaveId) -> None:
+        """Remove the parts of a save, whichever process wrote them."""
+        with suppress(OSError):
+            self._files.remove_tree(save.name)
+
     def remove_before(self, number: int) -> None:
         """Remove the saves of smaller numbers, whichever process wrote them."""
         for save, folder in list(self._saves()):

@@ -83,7 +83,7 @@ def test_the_memory_of_a_relay_is_damaged(hosts, tmp_path, serve):
             ((relay_cases.publish, tmp_path, ends),),
             ((relay_cases.damage_after, tmp_path, "bad", ends),),
             (
-                (relay_cases.read_on_after, tmp_path, "bad is damaged", "engine begins", "engine", ends),
+                (relay_cases.read_on_after, tmp_path, word, "engine begins", "engine", ends),
                 {"serve": serve},
             ),
         )
