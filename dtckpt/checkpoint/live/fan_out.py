@@ -133,7 +133,8 @@ class SourceChoice:
     def pause_s(self, now: float) -> float:
         """Return how long to wait before the next choice."""
         retries = (self._retry_at(source) for source in self._asked(now))
-        return min(max(min(retries, default=self._ask_at), self._next_at) - now, MAX_PAUSE_S)
+        left_s = max(min(retries, default=self._ask_at), self._next_at) - now
+        return min(max(left_s, GAP_S / 2), MAX_PAUSE_S)
 
     def _asked(self, now: float) -> Sequence[str]:
         """Return the sources that may be asked, in order."""
