@@ -39,6 +39,7 @@ from dtckpt.coordination.feeds.client import FeedClient, host_name
 from dtckpt.coordination.feeds.events import Want
 from dtckpt.coordination.feeds.leases import FeedLease, FeedSource
 from dtckpt.errors import CheckpointCorruptError, DtckptError, SourceLostError, StorageError, TicketError
+from dtckpt.storage.local_folder import LocalFolder
 
 logger = logging.getLogger("dtckpt.live")
 
@@ -248,28 +249,27 @@ class _VersionPull:
 
     # --- the clients of one host --------------------------------------------------------------------------------------
 
-    def _lock_path(self, client: int) -> Path:
-        return self._folder.path / f"{client}.lock"
-
     @contextmanager
     def _locked(self, client: int) -> Iterator[int | None]:
         """Lock a part among the clients of this host; yield None if another one has it."""
-        descriptor = os.open(self._lock_path(client), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = LocalFolder(self._folder.path).open_lock(_lock_name(client), to_write=True)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            yield None
-            return
-        try:
-            yield descriptor
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield None
+                return
+            try:
+                yield descriptor
+            finally:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open, too
         finally:
             os.close(descriptor)
 
     def _marked_at(self, client: int) -> float:
         """Return when the client that has locked a part made progress, in monotonic seconds."""
         try:
-            age_s = time.time() - self._lock_path(client).stat().st_mtime
+            age_s = time.time() - (self._folder.path / _lock_name(client)).stat().st_mtime
         except OSError:
             return 0.0
         return time.monotonic() - max(age_s, 0.0)
@@ -385,6 +385,10 @@ class _VersionPull:
             **relays,
             publisher.url: PullPeer(publisher.url, publisher.host, part.ticket.hex(), timeout_s),
         }
+
+
+def _lock_name(client: int) -> str:
+    return f"{client}.lock"
 
 
 def _jitter() -> float:
