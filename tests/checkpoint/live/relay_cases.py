@@ -14,7 +14,9 @@ from dtckpt import Publisher, Subscriber
 from dtckpt.checkpoint.live import pulls
 from dtckpt.checkpoint.live.pulls import HeldPart
 from dtckpt.checkpoint.parts import server
+from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.config import Config
+from dtckpt.errors import StorageFullError
 
 from .live_cases import FEED, WAIT_S, await_note, note
 
@@ -128,6 +130,20 @@ def read_on_after(
     time.sleep(pause_s)
     note(folder, say)
     return read_on(folder, host, ends, **options)
+
+
+def read_on_without_memory(folder: Path, host: str, ends: list[str]) -> dict[str, Any]:
+    """As `read_on`, on a host whose memory is full."""
+    take = HostFolder.take
+
+    def refuse(self: HostFolder, nbytes: int) -> Any:
+        raise StorageFullError(f"no room for {nbytes} bytes")
+
+    HostFolder.take = refuse
+    try:
+        return read_on(folder, host, ends)
+    finally:
+        HostFolder.take = take
 
 
 def damage_after(folder: Path, host: str, ends: list[str]) -> dict[str, Any]:

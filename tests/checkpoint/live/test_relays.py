@@ -133,3 +133,14 @@ def test_a_relay_frees_old_versions(hosts, tmp_path):
         hosts(((relay_cases.publish, tmp_path, ["took 2"], (1, 2)),), ((relay_cases.read_again, tmp_path, "engine"),))
     )
     assert (versions, differs, num_files, mapped) == (1, [[], []], 0, [0, 1])
+
+
+def test_a_relay_without_memory_reads_as_other_readers_do(hosts, tmp_path):
+    ends = ["engine has it"]
+    _, found = values(
+        hosts(
+            ((relay_cases.publish, tmp_path, ends),), ((relay_cases.read_on_without_memory, tmp_path, "engine", ends),)
+        )
+    )
+    assert (found["differs"], found["sent"], found["pulled"]) == ([], {"trainer": NBYTES}, {})
+    assert found["passed_over"] == [f"no room for {NBYTES} bytes"]
