@@ -107,8 +107,9 @@ class RestoreOptions:
             `dtckpt.checkpoint.restoring.rename_rules.Rename`.
         report: Called with the `RestoreReport`, when all is restored, or when the restore is refused because something
             is missing, unexpected, reshaped or cast.
-        read_once: Whether one client reads each byte from storage, and sends it to the clients that need it. Applies to
-            large tensors on meshes whose clients have a process group. Default: unless the storage is this machine's.
+        read_once: Whether one client reads each byte from storage, and hands it on to the clients that need it: in the
+            memory of a host, or by messages. Applies to large tensors. Default: where that is faster
+            (docs/checkpointing.md).
         progress: As in `SaveOptions`.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
     """

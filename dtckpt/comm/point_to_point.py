@@ -189,7 +189,7 @@ class Handshake:
 
     def __init__(self, client: int, gloo: Any, rank: int) -> None:
         self._client, self._gloo, self._rank = client, gloo, rank
-        self._host = _host_id()
+        self._host = host_id()
         # A process that finds these random bytes at this address can indeed read the memory of this very process.
         self._probe = ctypes.create_string_buffer(secrets.token_bytes(_PROBE_NBYTES), _PROBE_NBYTES)
         address = secrets.token_bytes(16)
@@ -284,7 +284,7 @@ def _current_connections() -> Connections:
     return connections
 
 
-def _host_id() -> bytes:
+def host_id() -> bytes:
     """Return an id that processes share if the same-host transport can work between them; zeros: it never can."""
     if sys.platform != "linux" or not Config.from_environ().uses_host_transport:
         return bytes(_HOST_NBYTES)

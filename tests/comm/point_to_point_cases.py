@@ -35,9 +35,9 @@ def _refuse(*_: object) -> None:
 
 OBSTACLES = {
     "none": {},
-    "another host": {1: ("_host_id", lambda: b"h" * 16)},
-    "turned off": {1: ("_host_id", lambda: bytes(16))},
-    "turned off everywhere": dict.fromkeys(range(3), ("_host_id", lambda: bytes(16))),
+    "another host": {1: ("host_id", lambda: b"h" * 16)},
+    "turned off": {1: ("host_id", lambda: bytes(16))},
+    "turned off everywhere": dict.fromkeys(range(3), ("host_id", lambda: bytes(16))),
     "memory that one may not read": {1: ("read_memory", _refuse)},
     "memory that none may read": dict.fromkeys(range(3), ("read_memory", _refuse)),
     "an address where nobody listens": {1: ("_socket_name", lambda address: b"\0dtckpt-elsewhere-" + address)},

@@ -137,7 +137,7 @@ class ManifestFiles(CheckpointFiles):
         # Local files are read by preadv into the destination; elsewhere many requests have to be under way at once.
         self._reader = ChunkReader(manifest.kvstore, root, by_file=not is_remote)
         self._block_digests = BlockDigests(manifest, root)
-        self._regions = RegionReader(path, root, self._reader, self._block_digests, is_remote=is_remote)
+        self.regions = RegionReader(path, root, self._reader, self._block_digests, is_remote=is_remote)
         self.tensors = TensorInfos(manifest.arrays, self._describe)
 
     @cached_property
@@ -169,12 +169,12 @@ class ManifestFiles(CheckpointFiles):
     ) -> int:
         # An iterator: the reads of millions of chunks are never planned all at once.
         entries = ((self.manifest.arrays[name], buffers) for name, buffers in requests)
-        return self._regions.read(entries, max_in_flight, count)
+        return self.regions.read(entries, max_in_flight, count)
 
     @override
     def validate_stored(self, regions: Iterable[tuple[str, Region]], unchecked: int) -> None:
         entries = ((self.manifest.arrays[name], region) for name, region in regions)
-        self._regions.validate_stored(entries, unchecked=unchecked)
+        self.regions.validate_stored(entries, unchecked=unchecked)
 
     @override
     def parts(self, name: str) -> Iterator[Region]:

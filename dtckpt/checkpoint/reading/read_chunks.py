@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,49 +126,32 @@ class BlockReader:
         scratch: The scratch buffer.
     """
 
-    __slots__ = ("_destination", "_entry", "_part", "_scratch", "_targets", "_value")
+    __slots__ = ("_destination", "_read", "_scratch", "_value")
 
     def __init__(self, read: ChunkRead, value: StoredValue, scratch: Scratch) -> None:
-        self._entry = read.entry
-        self._part = read.part
-        self._targets = read.targets
+        self._read = read
         self._value = value
         self._scratch = scratch
         self._destination = self._direct_destination()
 
     def run(self) -> tuple[int, list[int]]:
-        """Read all of it. Blocks: On storage.
-
-        Returns:
-            The digest of the chunk, or 0 if only a part was read; and the digests of the blocks that were read, none
-            for a chunk of one block.
+        """Read all of it; return its `part_digest`. Blocks: On storage.
 
         Raises:
             ValueError: The stored chunk is too short.
         """
-        entry, part = self._entry, self._part
-        count, step = part.rows.count, part.rows.block
-        # A chunk of one block has no digests of blocks, but a digest of its bytes.
-        if part.is_whole and count <= step:
-            return digest_of_data(entry.name, part.index, self._read(0, count)), []
+        entry, part = self._read.entry, self._read.part
         digests: list[int] = []
-        # Spans of whole blocks, so that each block's bytes are together when it is digested.
-        span = step * max(1, SPAN_NBYTES // (step * part.rows.row_nbytes))
-        for start in range(0, count, span):
-            stop = min(start + span, count)
-            data = self._read(start, stop)
-            # By the elements' bytes, not the stored ones: a chunk at an edge is delivered without its padding.
-            nbytes = data.nbytes // (stop - start) * step
-            digests += [bytes_digest(data[at : at + nbytes]) for at in range(0, data.nbytes, nbytes)]
-        return digest_of_blocks(entry.name, part.index, digests) if part.is_whole else 0, digests
+        for start, stop in spans(part):
+            digests += span_digests(entry, part, self._read_span(start, stop), stop - start)
+        return part_digest(entry, part, digests)
 
     def _direct_destination(self) -> memoryview | None:
         """Return the bytes of the destination, if rows can be read straight to it."""
-        first, last = self._part.rows.wanted
-        target = self._targets[0]
-        if first == last or target.dtype != DTYPES[self._entry.stored_dtype] or not target.flags.c_contiguous:
+        rows, target = self._read.part.rows, self._read.targets[0]
+        first, last = rows.wanted
+        if first == last or target.dtype != DTYPES[self._read.entry.stored_dtype] or not target.flags.c_contiguous:
             return None
-        rows = self._part.rows
         # Short reads go straight to the destination, also where its alignment is slow.
         if rows.nbytes >= COPIED_NBYTES:
             position = self._value.start + rows.start + first * rows.row_nbytes
@@ -176,9 +159,9 @@ class BlockReader:
                 return None
         return as_bytes(target).data
 
-    def _read(self, start: int, stop: int) -> memoryview:
+    def _read_span(self, start: int, stop: int) -> memoryview:
         """Read rows ``start`` to ``stop`` of the part, deliver them, and return the bytes of their elements."""
-        rows = self._part.rows
+        rows = self._read.part.rows
         first, last = rows.wanted
         begin, nbytes = start * rows.row_nbytes, (stop - start) * rows.row_nbytes
         # Spans at the ends of the wanted rows go the other way: they are verified whole, and only a part is delivered.
@@ -189,23 +172,72 @@ class BlockReader:
             return buffer
         data = self._scratch.take(nbytes, self._value.start + rows.start + begin)
         self._value.read_into(data.data, rows.start + begin)
-        elements = from_span(self._entry, self._part, data)
-        self._deliver(start, stop, elements)
+        elements = from_span(self._read.entry, self._read.part, data)
+        deliver_rows(self._read, start, stop, elements)
         return as_bytes(elements).data
 
-    def _deliver(self, start: int, stop: int, elements: np.ndarray[Any, Any]) -> None:
-        """Copy the wanted elements of rows ``start`` to ``stop`` to all destinations."""
-        dim = self._part.rows.dim
-        for (_, of_box, _), target in zip(self._part.uses, self._targets, strict=True):
-            if dim is None:
-                convert(elements, target)
-                continue
-            # Uses of one part may want different rows of the span, or none.
-            rows = of_box[dim]
-            first, last = max(start, rows.start), min(stop, rows.stop)
-            if first < last:
-                source = elements[(*of_box[:dim], slice(first - start, last - start), *of_box[dim + 1 :])]
-                convert(source, target[(*[slice(None)] * dim, slice(first - rows.start, last - rows.start))])
+
+def spans(part: ChunkPart) -> Iterator[tuple[int, int]]:
+    """Yield the first row, and the row behind the last, of the spans of a part.
+
+    A span has whole blocks, so that each block's bytes are together when the block is digested.
+    """
+    rows = part.rows
+    step = rows.block * max(1, SPAN_NBYTES // (rows.block * rows.row_nbytes))
+    for start in range(0, rows.count, step):
+        yield start, min(start + step, rows.count)
+
+
+def span_digests(entry: ArrayEntry, part: ChunkPart, data: memoryview, num_rows: int) -> list[int]:
+    """Return the digests of the blocks of a span; of a chunk of one block, the chunk's digest.
+
+    Args:
+        entry: The tensor's entry in the manifest.
+        part: The part that the span is of.
+        data: The bytes of the span's elements. A chunk at an edge is stored with padding, which is not digested.
+        num_rows: The span's rows.
+    """
+    if _is_one_block(part):
+        return [digest_of_data(entry.name, part.index, data)]
+    nbytes = data.nbytes // num_rows * part.rows.block
+    return [bytes_digest(data[start : start + nbytes]) for start in range(0, data.nbytes, nbytes)]
+
+
+def part_digest(entry: ArrayEntry, part: ChunkPart, digests: list[int]) -> tuple[int, list[int]]:
+    """Return the digests by which a part is verified.
+
+    Args:
+        entry: The tensor's entry in the manifest.
+        part: The part.
+        digests: The `span_digests` of all its spans.
+
+    Returns:
+        The digest of the chunk, or 0 if the part is not the whole chunk; and the digests of the part's blocks, none for
+        a chunk of one block.
+    """
+    if _is_one_block(part):
+        return digests[0], []
+    return digest_of_blocks(entry.name, part.index, digests) if part.is_whole else 0, digests
+
+
+def _is_one_block(part: ChunkPart) -> bool:
+    """Whether a part is a chunk of one block, which has no digests of blocks, but a digest of its bytes."""
+    return part.is_whole and part.rows.count <= part.rows.block
+
+
+def deliver_rows(read: ChunkRead, start: int, stop: int, elements: np.ndarray[Any, Any]) -> None:
+    """Copy the wanted elements of rows ``start`` to ``stop`` of a part to all its targets."""
+    dim = read.part.rows.dim
+    for (_, of_box, _), target in zip(read.part.uses, read.targets, strict=True):
+        if dim is None:
+            convert(elements, target)
+            continue
+        # Uses of one part may want different rows of the span, or none.
+        rows = of_box[dim]
+        first, last = max(start, rows.start), min(stop, rows.stop)
+        if first < last:
+            source = elements[(*of_box[:dim], slice(first - start, last - start), *of_box[dim + 1 :])]
+            convert(source, target[(*[slice(None)] * dim, slice(first - rows.start, last - rows.start))])
 
 
 def cut(memory: np.ndarray[Any, Any], slices: tuple[slice, ...]) -> np.ndarray[Any, Any]:

@@ -40,6 +40,7 @@ from dtckpt.checkpoint.reading.read_chunks import (
     from_span,
     is_small,
     small_memory,
+    span_digests,
     validate_convertible,
 )
 from dtckpt.config import Config
@@ -166,7 +167,7 @@ class RegionReader:
             pools: dict[int, ThreadPoolExecutor] = {}
             try:
                 for read in self._read_small_ones(requests, note):
-                    is_cold = isinstance(read, ChunkRead) and self._locate(read) and max_in_flight is None
+                    is_cold = isinstance(read, ChunkRead) and self.locate(read) and max_in_flight is None
                     threads = max(spare, COLD_THREADS) if is_cold else spare
                     usual = REMOTE_IN_FLIGHT_NBYTES if self._is_remote else LOCAL_IN_FLIGHT_NBYTES * threads
                     # Each thread has a part and one more waits, even if each part alone is beyond the limit.
@@ -278,7 +279,7 @@ class RegionReader:
             data = memoryview(content(run.handle, run.nbytes))
         for read, start in zip(run.reads, run.starts, strict=True):
             stored, entry = data[start : start + read.nbytes], read.entry
-            self._validate(read, digest_of_data(entry.name, read.part.index, stored), [])
+            self.validate(read, digest_of_data(entry.name, read.part.index, stored), [])
             deliver(read, np.frombuffer(stored, DTYPES[entry.stored_dtype]).reshape(read.part.box.shape))
         return sum(read.nbytes for read in run.reads)
 
@@ -299,12 +300,12 @@ class RegionReader:
             ):
                 read_run(values, arrays)
             for read, array in zip(reads, arrays, strict=True):
-                self._validate(read, digest_of_data(read.entry.name, read.part.index, buffer_of(array)), [])
+                self.validate(read, digest_of_data(read.entry.name, read.part.index, buffer_of(array)), [])
                 if array is not read.targets[0]:
                     deliver(read, array)
             count(sum([read.part.nbytes for read in reads]))
 
-    def _locate(self, read: ChunkRead) -> bool:
+    def locate(self, read: ChunkRead) -> bool:
         """Find a part in a file of this machine; return whether its bytes must come from the disk."""
         entry, part = read.entry, read.part
         # The destination may be small, and the part of the chunk around it not: memory for the part is taken below.
@@ -316,6 +317,22 @@ class RegionReader:
         if read.value is None or part.nbytes < LARGE_NBYTES:
             return False
         return read.value.is_cold(part.rows.start, part.rows.start + part.rows.nbytes)
+
+    def load_span(
+        self, read: ChunkRead, start: int, stop: int, memory: np.ndarray[Any, np.dtype[np.uint8]]
+    ) -> list[int]:
+        """Read a span of a located part into memory, as it is stored; return its `span_digests`. Blocks: On storage."""
+        entry, part = read.entry, read.part
+        elements = from_span(entry, part, memory)
+        if read.value is None:
+            # A node of the database holds the chunk.
+            offset, shape, dim = list(part.box.offset), list(part.box.shape), entry.blocks.dim
+            offset[dim], shape[dim] = offset[dim] + start, stop - start
+            self.read([(entry, [(Region(tuple(offset), tuple(shape)), elements)])], None, lambda _: None)
+        else:
+            with translate_errors("read {} of array {!r}", self._root, part.box, entry.path, is_read=True):
+                read.value.read_into(memory.data, part.rows.start + start * part.rows.row_nbytes)
+        return span_digests(entry, part, as_bytes(elements).data, stop - start)
 
     def _request(self, read: ChunkRead) -> None:
         """Request a part from storage."""
@@ -348,14 +365,14 @@ class RegionReader:
             memory = from_span(entry, part, data)
             boxes = entry.blocks.cut(Region.full(memory.shape))
             digest, digests = 0, [bytes_digest(as_bytes(memory[box.slices()]).data) for box in boxes]
-        self._validate(read, digest, digests)
+        self.validate(read, digest, digests)
         # Only now, when the elements have been verified. (A direct read has filled the destination already.)
         if read.handle is not None and not read.is_direct:
             deliver(read, memory)
         read.value = None  # this closes a file that no other read needs
         return part.nbytes
 
-    def _validate(self, read: ChunkRead, digest: int, digests: list[int]) -> None:
+    def validate(self, read: ChunkRead, digest: int, digests: list[int]) -> None:
         """Compare the digest of a whole chunk, or the digests of the blocks that were read, with the stored ones."""
         entry, part = read.entry, read.part
         if part.is_whole:

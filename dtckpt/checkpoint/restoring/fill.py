@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import Leaf, host_array, own_array
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.restoring.read_by_host import HostReads
 from dtckpt.checkpoint.restoring.read_once import SharedTensor, read_shared
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf, TiedLeaf
 from dtckpt.checkpoint.timing import Phases
@@ -35,8 +36,10 @@ def fill_tensors(
     tied: Sequence[TiedLeaf],
     shared: Sequence[SharedTensor],
     phases: Phases,
+    *,
+    handed_on: HostReads | None = None,
 ) -> None:
-    """Read tensors into their memory. Collective: As `read_shared`, if any are shared.
+    """Read tensors into their memory. Collective: As `read_shared` and `HostReads`, if any are read together.
 
     Args:
         checkpoint: The checkpoint.
@@ -44,6 +47,8 @@ def fill_tensors(
         tied: Other names of the same memory; their stored values must equal those that fill it.
         shared: The tensors that this client reads together with other clients.
         phases: Counts the bytes.
+        handed_on: The tensors that this client reads together with other clients of its host, if they can open each
+            other's rings; these are not read as ``shared`` then.
 
     Raises:
         ReplicaMismatchError: Tied tensors were saved with different values.
@@ -54,10 +59,12 @@ def fill_tensors(
     # Before the first byte: a read that fails may have written, too.
     note_writes([leaf for _, leaf in leaves] + [leaf for *_, leaf in tied])
     with torch.no_grad():
+        filled = set() if handed_on is None else _fill_by_host(checkpoint, handed_on, phases)
+        shared = [tensor for tensor in shared if id(tensor.leaf) not in filled]
         read_shared(checkpoint, shared, phases)
-        is_shared = {id(tensor.leaf) for tensor in shared}
+        filled |= {id(tensor.leaf) for tensor in shared}
         with gc_paused():
-            reads = _Reads.of([(name, leaf) for name, leaf in leaves if id(leaf) not in is_shared])
+            reads = _Reads.of([(name, leaf) for name, leaf in leaves if id(leaf) not in filled])
         with gc_paused() if reads.nbytes <= GC_PAUSE_NBYTES else nullcontext():
             read(reads.direct)
         for name, region, target in reads.staged:
@@ -68,6 +75,18 @@ def fill_tensors(
         for first, copies in reads.copied:
             _move(first, copies, phases)
     _validate_tied(read, tied)
+
+
+def _fill_by_host(checkpoint: Checkpoint, handed_on: HostReads, phases: Phases) -> set[int]:
+    """Fill the tensors that clients of this host read together; return the ids of their leaves, none if they cannot."""
+    with handed_on.rings as rings:
+        if not rings.join():
+            return set()
+        reads = _Reads.of([(tensor.name, tensor.leaf) for tensor in handed_on.tensors])
+        handed_on.read(checkpoint, dict(reads.direct), phases.count)
+    for first, copies in reads.copied:
+        _move(first, copies, phases)
+    return {id(tensor.leaf) for tensor in handed_on.tensors}
 
 
 def note_writes(leaves: Sequence[Leaf]) -> None:

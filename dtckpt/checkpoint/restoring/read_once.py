@@ -126,7 +126,7 @@ def shareable_tensors(checkpoint: Checkpoint, leaves: Sequence[NamedLeaf]) -> li
         if pays(info, layout, torch_dtype(leaf.dtype).itemsize):
             tensors.append(SharedTensor(name, leaf, layout, rows_layout(layout, info.row_dim)))
     # By facts that all clients of a mesh share: the order of the target's tensors may differ by client.
-    return sorted(tensors, key=lambda tensor: (_key(tensor.layout.mesh), tensor.name))
+    return sorted(tensors, key=lambda tensor: (mesh_key(tensor.layout.mesh), tensor.name))
 
 
 def digests_by_mesh(shared: Sequence[SharedTensor]) -> dict[str, str]:
@@ -136,7 +136,7 @@ def digests_by_mesh(shared: Sequence[SharedTensor]) -> dict[str, str]:
         # Everything that the messages of the redistribution depend on; if it differed, clients would wait for each
         # other.
         facts = tensor.name, tensor.leaf.shape, tensor.leaf.dtype, tensor.layout.sharding_specs
-        facts_by_mesh.setdefault(_key(tensor.layout.mesh), []).append(repr(facts))
+        facts_by_mesh.setdefault(mesh_key(tensor.layout.mesh), []).append(repr(facts))
     return {mesh: _digest(repr(facts)) for mesh, facts in list(facts_by_mesh.items())[:_MAX_MESHES]}
 
 
@@ -150,7 +150,7 @@ def agreed_tensors(shared: Sequence[SharedTensor], digests: Mapping[int, Mapping
     own = digests_by_mesh(shared)
 
     def is_agreed(mesh: Mesh) -> bool:
-        key = _key(mesh)
+        key = mesh_key(mesh)
         # A client that would not share these tensors sends no digest of them, so no client shares them.
         return key in own and all(digests.get(client, {}).get(key) == own[key] for client in mesh.clients)
 
@@ -233,7 +233,8 @@ def _components(tensor: SharedTensor) -> dict[int, torch.Tensor]:
 
 
 @lru_cache(maxsize=64)
-def _key(mesh: Mesh) -> str:
+def mesh_key(mesh: Mesh) -> str:
+    """Return a digest of a mesh's identity."""
     return _digest(repr(mesh.identity))
 
 

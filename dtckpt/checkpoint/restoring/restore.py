@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.match import plan_target
 from dtckpt.checkpoint.restoring.new_tensors import meshes_of_layouts, plan_new_tensors
 from dtckpt.checkpoint.restoring.plan import RestorePlan, validate_expected, validate_report
+from dtckpt.checkpoint.restoring.read_by_host import HandedOn, handed_on
 from dtckpt.checkpoint.restoring.read_once import SharedTensor, agreed_tensors, digests_by_mesh, shareable_tensors
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf, TiedLeaf, split_tied, validate_apart
@@ -78,7 +79,7 @@ def restore(
     and dataclasses.
 
     Every client reads the chunks that intersect its regions, straight into the destination, and verifies them. With
-    `RestoreOptions.read_once` it reads its share of the chunks that several clients need, and sends them on.
+    `RestoreOptions.read_once` it reads its share of the chunks that several clients need, and hands them on.
 
     Clients may ask for different parts of the checkpoint. A saved name that no client asks for is unexpected.
 
@@ -316,6 +317,7 @@ class _Prepared:
         beside: The leaves that are read; the same, unless the restore goes to memory beside the target's.
         tied: Further names of the same memory.
         shared: The tensors that this client would read together with others.
+        handed_on: The tensors that this client would read together with others of its host.
         unasked: The saved names that this client does not ask for.
     """
 
@@ -326,6 +328,7 @@ class _Prepared:
     beside: Sequence[NamedLeaf]
     tied: Sequence[TiedLeaf]
     shared: Sequence[SharedTensor]
+    handed_on: HandedOn | None
     unasked: Unasked
 
 
@@ -366,24 +369,29 @@ class StagedRestore:
 
 def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> StagedRestore:
     options, phases = request.options, collective.phases
-    prepared, payloads = collective.run_round_with_value(
-        "planned", lambda: _prepare(request, open_, collective), phase="plan"
-    )
-    opened = {client: _CheckpointFacts(*json.loads(data)) for client, data in payloads.items()}
-    with prepared.checkpoint as checkpoint:
+    with ExitStack() as stack:
+        prepared, payloads = collective.run_round_with_value(
+            "planned", lambda: _prepare(request, open_, collective, stack), phase="plan"
+        )
+        opened = {client: _CheckpointFacts(*json.loads(data)) for client, data in payloads.items()}
+        checkpoint = stack.enter_context(prepared.checkpoint)
         # All clients compare the same payloads, so either all go on or all raise, without another barrier.
         _validate_same(opened)
         shared = agreed_tensors(prepared.shared, {client: facts.shared for client, facts in opened.items()})
         unexpected = prepared.unasked.by_all(
             collective, checkpoint, {client: facts.unasked for client, facts in opened.items()}
         )
+        handed = None
+        if prepared.handed_on is not None:
+            facts_by_client = {client: facts.handed_on for client, facts in opened.items()}
+            handed = prepared.handed_on.agreed(facts_by_client, collective.client, options.timeout_s)
         report = replace(prepared.report, unexpected=prepared.plan.new_names_of(unexpected))
         if not all(facts.allows_unexpected for facts in opened.values()):
             with _told_of_refusal(options, report):
                 validate_expected(report)
 
         def read() -> bytes:
-            fill_tensors(checkpoint, prepared.beside, prepared.tied, shared, phases)
+            fill_tensors(checkpoint, prepared.beside, prepared.tied, shared, phases, handed_on=handed)
             return Written(0, phases.costs).to_bytes()
 
         payloads = collective.run_round("read", read)
@@ -393,8 +401,17 @@ def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> 
     return StagedRestore(prepared, replace(report, phases=phases.costs), options.report)
 
 
-def _prepare(request: _RestoreRequest, open_: Open, collective: Collective) -> tuple[_Prepared, bytes]:
-    """Open the checkpoint and plan; return the plan, and the payload for the other clients."""
+def _prepare(
+    request: _RestoreRequest, open_: Open, collective: Collective, stack: ExitStack
+) -> tuple[_Prepared, bytes]:
+    """Open the checkpoint and plan; return the plan, and the payload for the other clients.
+
+    Args:
+        request: The restore.
+        open_: Opens the checkpoint.
+        collective: The operation.
+        stack: Closes what the restore needs until its end, beside the checkpoint.
+    """
     options, aside = request.options, request.aside
     validate_mode()
     with gc_paused():
@@ -415,15 +432,25 @@ def _prepare(request: _RestoreRequest, open_: Open, collective: Collective) -> t
             tied = [(name, other, leaf) for (name, other, _), leaf in zip(tied, found[len(leaves) :], strict=True)]
     # By default where storage is likely to be slower than the network between the clients.
     is_shared = checkpoint.is_remote if options.read_once is None else options.read_once
-    shared = shareable_tensors(checkpoint, beside) if is_shared and len(collective.participants) > 1 else []
+    is_alone = len(collective.participants) == 1
+    shared = shareable_tensors(checkpoint, beside) if is_shared and not is_alone else []
+    handed = None
+    if options.read_once is not False and not is_alone:
+        handed = handed_on(checkpoint, beside, stack, is_forced=options.read_once is True)
     if collective.phases.is_shown:  # to count the bytes costs about as much as to plan
         collective.phases.expect("read", read_nbytes(checkpoint, leaves))
     # Of a long path the end, which has the step.
     path_end, unasked = str(checkpoint.path)[-MAX_PATH_CHARS:], Unasked.of(planned)
     facts = _CheckpointFacts(
-        checkpoint.identity, path_end, digests_by_mesh(shared), unasked.digest, options.allow_unexpected
+        checkpoint.identity,
+        path_end,
+        digests_by_mesh(shared),
+        [] if handed is None else handed.facts(),
+        unasked.digest,
+        options.allow_unexpected,
     )
-    return _Prepared(checkpoint, planned, report, leaves, beside, tied, shared, unasked), json.dumps(facts).encode()
+    prepared = _Prepared(checkpoint, planned, report, leaves, beside, tied, shared, handed, unasked)
+    return prepared, json.dumps(facts).encode()
 
 
 @contextmanager
@@ -444,6 +471,7 @@ class _CheckpointFacts(NamedTuple):
         identity: Tells it from others, as `Checkpoint.identity`.
         path: The path, cut to its end.
         shared: By mesh, a digest of the tensors that the client would read together with others.
+        handed_on: `HandedOn.facts`; empty if there are no such tensors.
         unasked: Digest of the saved names that the client does not ask for.
         allows_unexpected: Whether the client passes over names that no client asks for.
     """
@@ -451,6 +479,7 @@ class _CheckpointFacts(NamedTuple):
     identity: str
     path: str
     shared: dict[str, str]
+    handed_on: list[Any]
     unasked: int
     allows_unexpected: bool
 
