@@ -27,7 +27,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.live.fan_out import MAX_COPIES
 from dtckpt.checkpoint.live.feed_client import feed_client
+from dtckpt.checkpoint.live.pulls import PullService
 from dtckpt.checkpoint.live.version_checkpoint import index_digest
 from dtckpt.checkpoint.live.versions import (
     PartAddress,
@@ -49,7 +51,7 @@ from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State, state_of_tree
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.coordination.feeds.client import FeedClient
+from dtckpt.coordination.feeds.client import FeedClient, host_name
 from dtckpt.coordination.feeds.events import MAX_KEEP, validate_feed
 from dtckpt.errors import (
     ConfigError,
@@ -145,11 +147,12 @@ class Publisher:
         self._coordination = current_coordination()
         member = self._coordination.member
         self._client = member.client
-        self._host = os.environ.get("DTCKPT_HOST") or os.uname().nodename
+        self._host = host_name()
         where = default_folder() if folder is None else Path(folder).absolute()
         self._folder = HostFolder(
             where, job_of_feed(name, member.job), host=self._host, title="the live versions", max_nbytes=max_nbytes
         )
+        self._pulls = PullService(self._folder, max_copies=MAX_COPIES)
         self._held: dict[int, SaveId] = {}
         self._boxes = AnnouncedBoxes(self._client)
         self._handle: SaveHandle | None = None
@@ -172,7 +175,12 @@ class Publisher:
             self._folder.remove_spare_of_the_dead()
             try:
                 self._server = PartServer(
-                    self._folder, address or own_address(), self._timeout_s, self._check_ticket, self._boxes
+                    self._folder,
+                    address or own_address(),
+                    self._timeout_s,
+                    self._check_ticket,
+                    boxes=self._boxes,
+                    answer_pull=self._pulls,
                 )
             except OSError as error:
                 raise ConfigError(f"Publisher: this client cannot listen at {address!r}: {error}") from error
@@ -352,6 +360,7 @@ class Publisher:
     def _free(self, number: int, save: SaveId) -> None:
         del self._held[number]
         self._folder.remove(save, self._client)
+        self._pulls.forget(save)
         if self._server is not None:
             self._server.forget_part(save, self._client)
 

@@ -17,6 +17,8 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -24,6 +26,9 @@ from torch import nn
 
 from dtckpt.checkpoint.live.announcer import Announcer
 from dtckpt.checkpoint.live.coverage import validate_covered
+from dtckpt.checkpoint.live.feed_client import feed_client
+from dtckpt.checkpoint.live.publisher import default_folder
+from dtckpt.checkpoint.live.relay import PullTraffic, Relay
 from dtckpt.checkpoint.live.version_choice import VersionChoice
 from dtckpt.checkpoint.live.versions import location_of_version, title_of_version
 from dtckpt.checkpoint.options import RestoreOptions
@@ -32,7 +37,8 @@ from dtckpt.checkpoint.parts.held_boxes import HeldBoxes
 from dtckpt.checkpoint.restoring.aside import AsideMemory
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.restore import StagedRestore, restore_chosen, stage_restore
-from dtckpt.coordination.feeds.events import Want, validate_feed
+from dtckpt.coordination.connect import current_coordination
+from dtckpt.coordination.feeds.events import MAX_KEEP, Want, validate_feed
 from dtckpt.errors import CheckpointError, ConfigError, VersionTimeoutError, format_nbytes
 
 logger = logging.getLogger("dtckpt.live")
@@ -71,6 +77,8 @@ class LiveReport:
         passed_over: Sources that were damaged or did not answer, and the reasons.
         seconds: From the choice of the version until every client had verified it.
         restore: The report of the restore: names that were filled, missing, unexpected and converted.
+        nbytes_pulled_by_host: Bytes that this client pulled from other hosts to serve them on, by host; reads then map
+            them.
     """
 
     version: LiveVersion
@@ -82,6 +90,7 @@ class LiveReport:
     passed_over: tuple[str, ...]
     seconds: float
     restore: RestoreReport | None = field(repr=False)
+    nbytes_pulled_by_host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes_received(self) -> int:
@@ -153,6 +162,14 @@ class Subscriber:
             restarted makes them.
         max_staging_nbytes: Bound on the memory beside the target. Default: none.
         timeout_s: Longest wait for each answer of a publisher's client, in seconds.
+        serve: Whether to keep the version in the memory of this host, and to serve it to further readers.
+        folder: A directory in the memory of this host for these versions. Default: as for `Publisher`.
+        keep: How many of them stay. While the next one is pulled there is one more.
+        address: Address at which other hosts reach this client, if it serves. Default: as for `Publisher`.
+
+    Raises:
+        ConfigError: A value is out of range.
+        LayoutError: The target does not cover the modules.
     """
 
     def __init__(
@@ -166,8 +183,14 @@ class Subscriber:
         allow_rewound: bool = True,
         max_staging_nbytes: int | None = None,
         timeout_s: float = 60.0,
+        serve: bool = False,
+        folder: str | PathLike[str] | None = None,
+        keep: int = 1,
+        address: str | None = None,
     ) -> None:
         validate_feed(name)
+        if type(keep) is not int or not 1 <= keep <= MAX_KEEP:
+            raise ConfigError(f"Subscriber: keep is {keep!r}; expected 1 to {MAX_KEEP} versions")
         if target is None:
             raise ConfigError("Subscriber: expected a target; `dtckpt.restore('live://feed')` makes new tensors")
         self.name = name
@@ -180,6 +203,9 @@ class Subscriber:
         self._aside = AsideMemory(max_staging_nbytes)
         self._held_in_place = HeldBoxes()
         self._announcer = Announcer()
+        self._relay: Relay | None = None
+        self._serve, self._keep, self._address = serve, keep, address
+        self._folder = default_folder() if folder is None else Path(folder).absolute()
         self._version: LiveVersion | None = None
         self._is_mixed = False
         self._staged: StagedVersion | None = None
@@ -307,8 +333,28 @@ class Subscriber:
         newer_than = self._version.number if newer and self._version is not None else 0
         want = Want(newer_than=newer_than, step=step, allow_rewound=self._allow_rewound)
         return VersionChoice(
-            self.name, want, wait_s=timeout_s, timeout_s=self._timeout_s, held=held, announcer=self._announcer
+            self.name,
+            want,
+            wait_s=timeout_s,
+            timeout_s=self._timeout_s,
+            held=held,
+            announcer=self._announcer,
+            relay=self._open_relay(),
         )
+
+    def _open_relay(self) -> Relay | None:
+        if self._serve and self._relay is None:
+            coordination = current_coordination()
+            self._relay = Relay(
+                self.name,
+                feed_client(coordination),
+                coordination.member,
+                folder=self._folder,
+                keep=self._keep,
+                address=self._address,
+                timeout_s=self._timeout_s,
+            )
+        return self._relay
 
     def _restore_options(self, wait_s: float) -> RestoreOptions:
         # The others wait for the leader, which waits for a version.
@@ -318,6 +364,7 @@ class Subscriber:
         lease, traffic = choice.lease, choice.opened[-1].parts.traffic
         assert lease is not None  # noqa: S101  a version was read
         version = LiveVersion(self.name, lease.number, lease.step, lease.is_rewound)
+        pulled = PullTraffic() if self._relay is None else self._relay.traffic
         return LiveReport(
             version,
             traffic.local,
@@ -325,9 +372,10 @@ class Subscriber:
             traffic.unchanged,
             traffic.verified,
             traffic.verified_at_source,
-            tuple(traffic.damaged),
+            (*pulled.passed_over, *traffic.damaged),
             time.monotonic() - start,
             restore,
+            pulled.by_host,
         )
 
     def __enter__(self) -> Subscriber:
@@ -339,7 +387,10 @@ class Subscriber:
         self.close()
 
     def close(self) -> None:
-        """Free the memory beside the target. Local."""
+        """Free the memory beside the target, and serve nothing more. Local."""
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
         if self._staged is not None:
             self._staged.drop()
             self._staged = None

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.live.announcer import Announcer
 from dtckpt.checkpoint.live.feed_client import feed_client
+from dtckpt.checkpoint.live.relay import Relay
 from dtckpt.checkpoint.live.version_checkpoint import open_version
 from dtckpt.checkpoint.live.versions import parse_location, title_of_version
 from dtckpt.checkpoint.parts.held_boxes import HeldBoxes
@@ -49,6 +50,7 @@ class VersionChoice:
         group: Name of these clients among all readers of their job; default: made of their numbers.
         held: What the memory holds that is read into.
         announcer: Announces the boxes that were read, for later versions.
+        relay: Keeps the version on this host, and serves it to further readers.
 
     Attributes:
         lease: The lease on the version that was chosen last.
@@ -62,6 +64,7 @@ class VersionChoice:
     group: str = ""
     held: HeldBoxes | None = None
     announcer: Announcer | None = None
+    relay: Relay | None = None
     lease: FeedLease | None = None
     opened: list[PartCheckpoint] = field(default_factory=list)
 
@@ -97,7 +100,10 @@ class VersionChoice:
                 self.lease = feeds.subscribe(
                     self.feed, want=Want(number=number), group=group, lease_id=lease_id, timeout_s=self.timeout_s
                 )
-            checkpoint = open_version(self.lease, self.timeout_s, self.held)
+            if self.relay is not None:
+                self.lease = self.relay.hold(self.lease)
+            own = None if self.relay is None else self.relay.folder
+            checkpoint = open_version(self.lease, self.timeout_s, self.held, own=own)
             self.opened = [checkpoint]
             return checkpoint
 

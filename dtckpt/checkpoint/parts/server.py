@@ -13,6 +13,7 @@ is a ticket in the token's place, where the server takes tickets: it lets its be
     POST /v1/boxes/<save>/<client>        body: an `announcement` of boxes that later parts are to have digests of
     PUT  /v1/parts/<save>/<client>        body: length of the index, the index, the elements; 204 when it is verified
     GET  /v1/texts/<digest>               a text that this client keeps for the others
+    POST /v1/pull/<save>/<client>         body and answer: see `dtckpt.checkpoint.live.pulls`
 
 Errors are status codes with a text: 403 wrong token, 404 not here, 409 damaged, 507 no space.
 """
@@ -51,6 +52,7 @@ MAX_REFUSED = 1024
 """Refused copies that are remembered."""
 MAX_OPEN_PARTS = 4
 """Parts that are kept open: those of a few versions, from one to the next of which readers ask for changes."""
+AnswerPull = Callable[[SaveId, int, bytes], Sequence[bytes | memoryview]]
 
 
 class PartServer:
@@ -63,6 +65,8 @@ class PartServer:
         check_ticket: Called with a ticket, and the save whose parts its bearer asks for; raises `TicketError` unless
             the ticket lets it read them. None: the server takes no tickets.
         boxes: Takes the boxes that readers announce. None: they cannot.
+        answer_pull: Called with a save, a client, and the body of a request to pull its part; returns the answer.
+        is_relay: Whether the parts are another job's, so that pieces are verified in each request.
     """
 
     def __init__(
@@ -71,11 +75,15 @@ class PartServer:
         address: str,
         timeout_s: float,
         check_ticket: Callable[[str, SaveId], object] | None = None,
+        *,
         boxes: AnnouncedBoxes | None = None,
+        answer_pull: AnswerPull | None = None,
+        is_relay: bool = False,
     ) -> None:
         self.texts: Mapping[int, bytes] = {}
         """Texts that other clients may ask for, by their digests."""
         self._server = _Server((address, 0), folder, timeout_s, check_ticket, boxes)
+        self._server.answer_pull, self._server.is_relay = answer_pull, is_relay
         self.url = f"{_bracketed(address)}:{self._server.server_address[1]}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(POLL_S,), daemon=True, name="dtckpt-tier-server"
@@ -110,6 +118,8 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
     block_on_close = False
+    answer_pull: AnswerPull | None = None
+    is_relay = False
 
     def __init__(
         self,
@@ -132,6 +142,8 @@ class _Server(ThreadingHTTPServer):
 
     def open_part(self, save: SaveId, client: int) -> OpenPart:
         """Return a part, open for reading; requests for one part follow each other."""
+        if self.is_relay:
+            return OpenPart(self.folder, save, client)
         self._forget_removed()
         with self._lock:
             kept = self._parts.get((save, client))
@@ -216,6 +228,10 @@ class _PartHandler(BaseHTTPRequestHandler):
                 case ["POST", "v1", "boxes", save, client]:
                     self._admit(SaveId.parse(save))
                     self._take_boxes(int(client))
+                case ["POST", "v1", "pull", save, client] if self.server.answer_pull is not None:
+                    self._admit(SaveId.parse(save))
+                    body = self.rfile.read(self._length(MAX_REQUEST_NBYTES))
+                    self._answer(self.server.answer_pull(SaveId.parse(save), int(client), body))
                 case ["PUT", "v1", "parts", save, client]:
                     self._admit()
                     self._take(SaveId.parse(save), int(client))
@@ -256,7 +272,9 @@ class _PartHandler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(data)
 
-    def _answer(self, parts: Sequence[bytes | memoryview | _FileRange], status: int = 200) -> None:
+    def _answer(
+        self, parts: Sequence[bytes | memoryview] | Sequence[bytes | memoryview | _FileRange], status: int = 200
+    ) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(sum(len(part) for part in parts)))
         self.end_headers()

@@ -13,7 +13,7 @@ import torch
 
 import dtckpt
 from dtckpt import Layout, Publisher, Subscriber
-from dtckpt.checkpoint.live import version_checkpoint
+from dtckpt.checkpoint.live import sources
 from dtckpt.checkpoint.parts.peers import Peer
 from dtckpt.config import Config
 from dtckpt.errors import CheckpointCorruptError
@@ -147,7 +147,7 @@ def read_adapted(folder: Path, steps: Sequence[int], *, fails_at: int = -1) -> l
         for name, tensor in adapted(0).items()
     }
     with (
-        mock.patch.object(version_checkpoint, "_folder_here", return_value=None),
+        mock.patch.object(sources, "folder_of", return_value=None),
         Subscriber(FEED, target) as subscriber,
     ):
         for step in steps:

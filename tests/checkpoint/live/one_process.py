@@ -12,7 +12,7 @@ import torch
 from support.states import bits_of, differences, packed, zeros_of
 
 from dtckpt import DTensor, Layout, Publisher, Subscriber, create_mesh
-from dtckpt.checkpoint.live import version_checkpoint
+from dtckpt.checkpoint.live import sources
 from dtckpt.checkpoint.live.feed_client import feed_client
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.connect import set_coordination
@@ -72,7 +72,7 @@ class Jobs:
 
 def use_http(monkeypatch) -> None:
     """Let readers find no part on this host."""
-    monkeypatch.setattr(version_checkpoint, "_folder_here", lambda _: None)
+    monkeypatch.setattr(sources, "folder_of", lambda _: None)
 
 
 def on_mesh(whole: Mapping[str, torch.Tensor], axes: Mapping[str, int], specs: Mapping[str, Specs]) -> dict[str, Any]:
