@@ -81,7 +81,7 @@ class Places:
 
 @dataclass(slots=True)
 class _Standing:
-    """What a relay knows of a source."""
+    """The knowledge of a relay about a source."""
 
     retry_at: float = 0.0
     pause_s: float = FIRST_PAUSE_S

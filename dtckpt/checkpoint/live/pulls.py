@@ -1,4 +1,4 @@
-"""Pull parts whole, to serve them on: what a relay and its sources tell each other.
+"""Pull parts whole, to serve them on: the messages between a relay and its sources.
 
 A relay asks ``POST /v1/pull/<save>/<client>`` for pieces of a part; see `PartServer`. The body is JSON::
 
@@ -223,7 +223,7 @@ def _head(**facts: object) -> bytes:
 
 @dataclass(slots=True)
 class PullAnswer:
-    """What a source has sent.
+    """The answer of a source.
 
     Args:
         is_full: Whether the source has no place, or not the part.
@@ -236,7 +236,7 @@ class PullAnswer:
 
 @dataclass(slots=True)
 class PullRequest:
-    """What a relay asks for."""
+    """The request of a relay."""
 
     puller: str
     pieces: list[int] | None

@@ -51,7 +51,7 @@ ASK_S = 0.3
 
 @dataclass(slots=True)
 class PullTraffic:
-    """What a relay took from other hosts for its last version.
+    """The bytes that a relay took from other hosts for its last version.
 
     Args:
         by_host: Bytes, by host.
@@ -82,7 +82,7 @@ class Relay:
 
     Attributes:
         folder: The parts that are here.
-        traffic: What this client pulled for the version that was held last.
+        traffic: The bytes that this client pulled for the version that was held last.
     """
 
     def __init__(
@@ -339,7 +339,7 @@ class _VersionPull:
             choice.failed(source, time.monotonic(), is_damaged=isinstance(error, CheckpointCorruptError))
 
     def _offer_early(self) -> None:
-        """Let other relays pull from this one what it has so far."""
+        """Let other relays pull from this one the pieces that it has so far."""
         if not self._is_offered:
             self._is_offered = True
             with suppress(DtckptError):

@@ -29,7 +29,7 @@ from dtckpt.layout.region import Region
 
 @dataclass(frozen=True, slots=True)
 class BoxContent:
-    """What tells the content of a box.
+    """The identity of the content of a box.
 
     Args:
         tensor: Name of the tensor.

@@ -105,7 +105,7 @@ class _BoxRead:
         box: The box, relative to the piece.
         target: The memory.
         dtype: The stored dtype.
-        content: What the box has in this save.
+        content: The digest of the box in this save.
         held: What the memory holds already, if that is known.
     """
 

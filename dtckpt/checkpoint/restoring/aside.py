@@ -40,7 +40,7 @@ class AsideMemory:
         self._starts: list[int] = []
         self._stops: list[int] = []
         self.held = HeldBoxes(self._has)
-        """What the memory holds of the version that was read last."""
+        """The boxes of the version that was read last, as the memory holds them."""
 
     @property
     def nbytes(self) -> int:

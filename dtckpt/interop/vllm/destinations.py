@@ -59,7 +59,7 @@ class DestinationPlan:
     """Where the tensors of a version go.
 
     Args:
-        boxes: What goes into live memory.
+        boxes: The boxes that go into live memory.
         whole: The names that are read whole and loaded by the engine, each with the reason.
         untouched: The parameters of the model to which no loader copies anything.
     """

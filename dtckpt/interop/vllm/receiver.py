@@ -41,7 +41,7 @@ Reload = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True, slots=True)
 class ReceivedVersion:
-    """What a rank took of a version.
+    """The part of a version that a rank took.
 
     Args:
         number: Number of the version.
