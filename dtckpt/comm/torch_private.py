@@ -95,6 +95,8 @@ dispatch_key: Any = _bindings._dispatch_key_parse
 dispatch_keys_after: Any = _bindings._dispatch_keyset_full_after
 has_kernel: Any = _bindings._dispatch_has_kernel_for_dispatch_key
 make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+make_subclass: Any = torch.Tensor._make_subclass
+no_torch_function_subclass: Any = _bindings.DisableTorchFunctionSubclass
 operator_names: Any = _bindings._dispatch_get_all_op_names
 OpOverload: Any = torch._ops.OpOverload
 

@@ -15,6 +15,7 @@ from dtckpt.comm import torch_private
 
 PACKAGE = Path(dtckpt.__file__).parent
 NAMES = {
+    "torch.Tensor._make_subclass",
     "torch.Tensor._make_wrapper_subclass",
     "torch._C",
     "torch._C._DisableTorchDispatch",

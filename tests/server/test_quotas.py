@@ -64,7 +64,7 @@ def test_a_token_does_not_fill_the_table_of_jobs():
         for name in ("#", "#durable-", "#durable-xyz", "#durable-" + 17 * "0", "#loader", "#durable-1#durable-2"):
             error = refusal_of(register, stub, "evil" + name, EVIL)
             assert error.code() == grpc.StatusCode.PERMISSION_DENIED
-            assert "#durable- and a hexadecimal number behind it" in error.details()
+            assert "#durable- or #command- and a hexadecimal number behind it" in error.details()
 
 
 def test_jobs_of_one_owner_do_not_fill_the_table():

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from dtckpt.comm import torch_private
 from dtckpt.errors import DtckptError
 from dtckpt.layout.region import Region
 
@@ -96,7 +96,7 @@ class RecordedTensor(torch.Tensor):
         source = args[1:2] if name == "copy_" else args[2:3] if name == "__setitem__" else ()
         if source and isinstance(source[0], cls) and not isinstance(args[0], cls):
             return _note_copy(name, args, source[0])
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        tensors = [each for each in torch_private.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         own = next(each for each in tensors if isinstance(each, cls))
         if func.__name__ == "__set__" or any(
             each.device.type != "meta" for each in tensors if not isinstance(each, cls)
@@ -107,11 +107,15 @@ class RecordedTensor(torch.Tensor):
         if name not in VIEWS | FACTS:
             own.recording.reason = own.recording.reason or f"a loader makes other elements of it, by {name}"
         try:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch_private.no_torch_function_subclass():
                 result = func(*args, **(kwargs or {}))
         except (RuntimeError, NotImplementedError) as error:
             raise NotRecordedError(f"a loader needs its elements, for {name}") from error
-        return result if name in FACTS else tree_map_only(torch.Tensor, lambda each: _made_of(own, each, name), result)
+        return (
+            result
+            if name in FACTS
+            else torch_private.tree_map_only(torch.Tensor, lambda each: _made_of(own, each, name), result)
+        )
 
 
 def _name_of(func: Callable[..., Any]) -> str:
@@ -126,20 +130,20 @@ def _note_copy(name: str, args: tuple[Any, ...], source: RecordedTensor) -> torc
         memory = target[args[1]]
         if memory.untyped_storage().data_ptr() != target.untyped_storage().data_ptr():
             recording.reason, memory = "a loader writes it to elements that are no box", target
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch_private.no_torch_function_subclass():
         recording.copies.append(RecordedCopy(source.as_subclass(torch.Tensor), memory))
     return target if name == "copy_" else None
 
 
 def _recorded(memory: torch.Tensor, recording: Recording) -> RecordedTensor:
-    with torch._C.DisableTorchFunctionSubclass():
-        result: RecordedTensor = torch.Tensor._make_subclass(RecordedTensor, memory)
+    with torch_private.no_torch_function_subclass():
+        result: RecordedTensor = torch_private.make_subclass(RecordedTensor, memory)
     result.recording = recording
     return result
 
 
 def _made_of(source: RecordedTensor, result: torch.Tensor, name: str) -> RecordedTensor:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch_private.no_torch_function_subclass():
         is_view = (
             result.dtype == source.dtype
             and result.untyped_storage()._cdata == source.untyped_storage()._cdata  # it has no address
