@@ -8,8 +8,9 @@ registry told.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from dtckpt.checkpoint.live.versions import KIND, PartAddress, location_of_version, save_of_version, title_of_version
 from dtckpt.checkpoint.parts.host_folder import HostFolder
@@ -33,12 +34,15 @@ def index_digest(file: bytes) -> bytes:
     return bytes_digest(file).to_bytes(DIGEST_NBYTES, "big")
 
 
-def open_version(lease: FeedLease, timeout_s: float) -> PartCheckpoint:
-    """Open a version for reading. Local.
+def open_version(
+    lease: FeedLease, timeout_s: float, layout_tags: Mapping[str, str] = MappingProxyType({})
+) -> PartCheckpoint:
+    """Open a version for reading. Local. Reads raise once the lease is over, as `FeedLease.raise_if_over`.
 
     Args:
         lease: A live lease on the version.
         timeout_s: Longest wait for each answer of a publisher's client.
+        layout_tags: The layout tags that the reader expects, by glob on the names of tensors.
 
     Raises:
         SourceLostError: A part is nowhere to be had.
@@ -53,9 +57,19 @@ def open_version(lease: FeedLease, timeout_s: float) -> PartCheckpoint:
         raise SourceLostError(f"{title} cannot be read: {capped(f'client {c}: {why}' for c, why in lost.items())}")
     indexes = {index.client: index for index, _, _ in found if index is not None}
     holders = {part.client: holders for part, (_, holders, _) in zip(lease.parts, found, strict=True)}
-    files = PartFiles(save, indexes, holders, kind=KIND, title=title)
+    files = PartFiles(
+        save,
+        indexes,
+        holders,
+        kind=KIND,
+        title=title,
+        lost_error=SourceLostError,
+        # A reader whose process stood still may find that its lease is over, and other elements in the memory.
+        validate_held=lease.raise_if_over,
+    )
     is_remote = any(not isinstance(some[0].source, HostFolder) for some in holders.values())
-    return PartCheckpoint(files, location_of_version(lease.feed, lease.step), is_remote=is_remote)
+    location = location_of_version(lease.feed, lease.step)
+    return PartCheckpoint(files, location, is_remote=is_remote, layout_tags=layout_tags)
 
 
 def _open_part(save: SaveId, part: FeedSource, timeout_s: float) -> tuple[PartIndex | None, Sequence[PartHolder], str]:

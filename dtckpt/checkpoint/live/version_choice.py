@@ -7,7 +7,8 @@ lease. So all clients read the same version, whatever is published meanwhile.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -23,8 +24,11 @@ from dtckpt.coordination.connect import current_coordination
 from dtckpt.coordination.feeds.client import FeedClient
 from dtckpt.coordination.feeds.events import APPLIED, FAILED, Want
 from dtckpt.coordination.feeds.leases import FeedLease
+from dtckpt.errors import CoordinationError
 from dtckpt.format.digest import bytes_digest
 from dtckpt.storage.location import Location
+
+logger = logging.getLogger("dtckpt.live")
 
 TIMEOUT_S = 60.0
 """How long a restore of ``live://feed`` waits for a version, and for each answer of the publisher."""
@@ -39,6 +43,7 @@ class VersionChoice:
         want: Which version.
         wait_s: How long the leader waits for such a version.
         timeout_s: Longest wait for each answer of the publisher.
+        layout_tags: The layout tags that the reader expects; see `dtckpt.Subscriber`.
         group: Name of these clients among all readers of their job; default: made of their numbers.
 
     Attributes:
@@ -50,6 +55,7 @@ class VersionChoice:
     want: Want
     wait_s: float = TIMEOUT_S
     timeout_s: float = TIMEOUT_S
+    layout_tags: Mapping[str, str] = field(default_factory=dict)
     group: str = ""
     lease: FeedLease | None = None
     opened: list[PartCheckpoint] = field(default_factory=list)
@@ -86,7 +92,7 @@ class VersionChoice:
                 self.lease = feeds.subscribe(
                     self.feed, want=Want(number=number), group=group, lease_id=lease_id, timeout_s=self.timeout_s
                 )
-            checkpoint = open_version(self.lease, self.timeout_s)
+            checkpoint = open_version(self.lease, self.timeout_s, self.layout_tags)
             self.opened = [checkpoint]
             return checkpoint
 
@@ -101,8 +107,12 @@ class VersionChoice:
 
 
 def _end(feeds: FeedClient, lease: FeedLease | None, outcome: str) -> None:
+    """Let a lease end. If the coordinator does not hear it, it ends by itself: what was read stays what it is."""
     if lease is not None:
-        feeds.done(lease, outcome)
+        try:
+            feeds.done(lease, outcome)
+        except CoordinationError as error:
+            logger.warning("the lease on version %d of feed %r was not given back: %s", lease.number, lease.feed, error)
 
 
 def _group_of(collective: Collective) -> str:

@@ -16,15 +16,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
 from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.layout_tags import validate_expected_tags
 from dtckpt.checkpoint.parts.open_part import OpenPart, piece_seed
 from dtckpt.checkpoint.parts.peers import BoxRequest, Peer
 from dtckpt.checkpoint.parts.records import PartCopy, PartIndex, SaveId
+from dtckpt.checkpoint.parts.server import MAX_BOXES
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
 from dtckpt.checkpoint.reading.piece_reads import PieceInfo
@@ -55,14 +58,12 @@ class PartTraffic:
     Args:
         local: Bytes from this host's memory.
         by_host: Bytes from other hosts.
-        has_begun: Whether a read has begun, so that memory may have been written.
         damaged: The hosts that were passed over, and the reasons.
         damaged_copies: The copies of parts that turned out to be damaged.
     """
 
     local: int = 0
     by_host: dict[str, int] = field(default_factory=dict)
-    has_begun: bool = False
     damaged: list[str] = field(default_factory=list)
     damaged_copies: set[PartCopy] = field(default_factory=set)
 
@@ -142,6 +143,12 @@ class PartFiles(CheckpointFiles):
         holders: By client whose part it is, the hosts to ask for it, in this order.
         kind: The kind of the checkpoint.
         title: Names the save in messages, as ``step 7 of the local tier``.
+        lost_error: Raised if no host that holds a part answers.
+        validate_held: Called after each read, before what it brought counts; raises if the parts may have been freed
+            meanwhile. Default: they are not.
+
+    Attributes:
+        tags: The layout tags of the tensors.
     """
 
     refused: Mapping[str, DtckptError] = {}
@@ -157,8 +164,11 @@ class PartFiles(CheckpointFiles):
         *,
         kind: str,
         title: str,
+        lost_error: type[DtckptError] = CheckpointCorruptError,
+        validate_held: Callable[[], object] = lambda: None,
     ) -> None:
         self.kind = kind
+        self._lost_error, self._validate_held = lost_error, validate_held
         self.save = save
         self.indexes = indexes
         self.traffic = PartTraffic()
@@ -174,11 +184,11 @@ class PartFiles(CheckpointFiles):
 
     def _tensors(self) -> dict[str, PieceTensor]:
         pieces: dict[str, list[Piece]] = defaultdict(list)
-        facts: dict[str, tuple[tuple[int, ...], str, Any]] = {}
+        facts: dict[str, tuple[tuple[int, ...], str, str, Any]] = {}
         for client, index in sorted(self.indexes.items()):
             for tensor in index.tensors:
-                known = facts.setdefault(tensor.name, (tensor.shape, tensor.dtype, tensor.layout))
-                if known[:2] != (tensor.shape, tensor.dtype):
+                own = tensor.shape, tensor.dtype, tensor.tag
+                if facts.setdefault(tensor.name, (*own, tensor.layout))[:3] != own:
                     raise CheckpointCorruptError(f"the parts of {self._title} describe {tensor.name!r} differently")
             for number, piece in enumerate(index.pieces):
                 name = index.tensors[piece.tensor].name
@@ -186,9 +196,10 @@ class PartFiles(CheckpointFiles):
                 self._numbers[name, piece.region] = client, number
             for number, piece in enumerate(index.copies, len(index.pieces)):
                 self._near[index.tensors[piece.tensor].name, piece.region] = client, number
+        self.tags = {name: tag for name, (*_, tag, _) in facts.items()}
         return {
             name: PieceTensor(name, shape, dtype, tuple(pieces[name]), layout)
-            for name, (shape, dtype, layout) in facts.items()
+            for name, (shape, dtype, _, layout) in facts.items()
         }
 
     def _describe(self, name: str) -> TensorInfo:
@@ -223,7 +234,7 @@ class PartFiles(CheckpointFiles):
         max_in_flight: int | None,
         count: Callable[[int], object],
     ) -> int:
-        self.traffic.has_begun = True
+        self._validate_held()
         # `max_in_flight` bounds nothing: local reads need no memory, and the others are few at a time.
         local: list[_BoxRead] = []
         remote: dict[int, list[_BoxRead]] = defaultdict(list)
@@ -239,10 +250,13 @@ class PartFiles(CheckpointFiles):
                     nbytes = future.result()
                     total += nbytes
                     count(nbytes)
-            except BaseException:
+            except BaseException as error:
                 # After a failure nothing may go on writing into the caller's memory.
                 pool.shutdown(cancel_futures=True)
+                if isinstance(error, DtckptError):
+                    self._validate_held()  # says more: memory that was freed has other elements
                 raise
+        self._validate_held()
         return total
 
     def _reads(self, requests: Iterable[tuple[str, RegionBuffers]]) -> Iterator[_BoxRead]:
@@ -332,7 +346,8 @@ class PartFiles(CheckpointFiles):
                 continue
             self._count(holder.name, nbytes)
             return nbytes
-        raise CheckpointCorruptError(
+        is_damaged = isinstance(failure, CheckpointCorruptError)
+        raise (CheckpointCorruptError if is_damaged else self._lost_error)(
             f"no host holds the part of client {client} of {self._title} undamaged: {failure}"
         ) from failure
 
@@ -399,13 +414,27 @@ class PartCheckpoint(Checkpoint):
         files: Its parts.
         path: Its directory on this host, or its location.
         is_remote: Whether other hosts hold parts that this host lacks.
+        layout_tags: The tags that its reader expects, by glob on names.
     """
 
-    def __init__(self, files: PartFiles, path: Location, *, is_remote: bool) -> None:
+    def __init__(
+        self,
+        files: PartFiles,
+        path: Location,
+        *,
+        is_remote: bool,
+        layout_tags: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         super().__init__(path, files)
         self.parts = files
+        self._layout_tags = layout_tags
         # Where clients need the same bytes, one of them reads each, and sends it on.
         self.is_remote = is_remote
+
+    @override
+    def validate_wanted(self, names: Iterable[str]) -> None:
+        tags = self.parts.tags
+        validate_expected_tags(((name, tags[name]) for name in names), self._layout_tags, str(self.path))
 
 
 def _united_tree(indexes: Mapping[int, PartIndex]) -> trees.Node:
@@ -419,7 +448,7 @@ def _batches(reads: Iterable[_BoxRead]) -> Iterator[list[_BoxRead]]:
     batch: list[_BoxRead] = []
     nbytes = 0
     for read in reads:
-        if batch and nbytes + read.nbytes > REQUEST_NBYTES:
+        if batch and (nbytes + read.nbytes > REQUEST_NBYTES or len(batch) == MAX_BOXES):
             yield batch
             batch, nbytes = [], 0
         batch.append(read)

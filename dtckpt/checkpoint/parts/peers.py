@@ -117,7 +117,7 @@ class Peer:
                 while at < len(each.buffer):
                     count = response.readinto(each.buffer[at : at + RECV_NBYTES])
                     if not count:
-                        raise CheckpointCorruptError(f"host {self.host}: the answer ended before its length")
+                        raise StorageError(f"host {self.host}: the answer ended before its length")
                     digest.update(each.buffer[at : at + count])
                     at += count
                 if each.seed is not None and digest.intdigest() != each.digest:

@@ -54,6 +54,7 @@ class _KeptVersion:
     announcement: pb.AnnounceRequest
     part: pb.PutPartRequest | None = None
     is_retired: bool = False
+    is_freed: bool = False
 
 
 @dataclass(slots=True)
@@ -240,6 +241,27 @@ class FeedClient:
             answer = self._publish(feed, lambda stub, t: stub.Withdraw(request, timeout=t))
         self._forget(feed, number)
         return answer
+
+    def abandon(self, feed: str) -> None:
+        """Say that the memory of all versions is freed; the thread of this client tells it when it can."""
+        with self._lock:
+            if feed in self._feeds:
+                for version in self._feeds[feed].versions.values():
+                    version.is_freed = True
+
+    def _take_back(self, feed: str, number: int) -> None:
+        """Let a version end whose memory is freed already. Its last readers have leases, and find no source."""
+        attempt = self._version(feed, number).announcement.attempt
+        retire = pb.RetireRequest(task=self._task, feed=feed, attempt=attempt, number=number)
+        withdraw = pb.WithdrawRequest(task=self._task, feed=feed, attempt=attempt, number=number)
+        try:
+            self._call(lambda stub, t: stub.Retire(retire, timeout=t))
+            self._call(lambda stub, t: stub.Withdraw(withdraw, timeout=t))
+        except errors.VersionLeasedError:
+            return
+        except (errors.VersionGoneError, errors.FeedConflictError, errors.FencedError, UnknownError):
+            pass  # the coordinator offers it to nobody
+        self._forget(feed, number)
 
     def _forget(self, feed: str, number: int) -> None:
         with self._lock:
@@ -446,6 +468,13 @@ class FeedClient:
         with self._lock:
             versions = list(self._opened(feed).versions.items())
         for number, version in versions:
+            if version.is_freed:
+                try:
+                    self._take_back(feed, number)
+                except errors.DtckptError as error:
+                    logger.warning("version %d of feed %r was not taken back: %s", number, feed, error)
+                    return
+                continue
             if version.part is None:
                 continue
             part = version.part
@@ -561,7 +590,7 @@ class FeedClient:
         """Open a feed again, and announce and put the versions that this process has in memory."""
         self._again_if_unknown(lambda: self._open(opened))
         with self._lock:
-            versions = list(opened.versions.values())
+            versions = [version for version in opened.versions.values() if not version.is_freed]
         for version in versions:
             announcement, part = version.announcement, version.part
             try:
