@@ -29,6 +29,7 @@ from typing import Any, Literal
 import torch
 
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.leaves import torch_dtype
 from dtckpt.checkpoint.live.feed_client import feed_client
 from dtckpt.checkpoint.live.version_checkpoint import index_digest
 from dtckpt.checkpoint.live.versions import (
@@ -38,7 +39,6 @@ from dtckpt.checkpoint.live.versions import (
     save_of_version,
     title_of_version,
 )
-from dtckpt.checkpoint.leaves import torch_dtype
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.layout_tags import validate_tags
@@ -231,8 +231,8 @@ class Publisher:
         The version becomes readable in the background, when all clients have digested their parts; the handle says
         when, and raises the error if it did not.
 
-        Collective: Over all clients of the job, with the same arguments but ``wait``; barriers ``live/begin`` (and ``live/united``
-        where clients pass different things for the first time), and ``live/held`` in the background.
+        Collective: Over all clients of the job, with the same arguments but ``wait``; barriers ``live/begin`` (and
+        ``live/united`` where clients pass different things for the first time), and ``live/held`` in the background.
 
         Blocks: On the copy to the memory of this host; before it, on the version before, and on readers that hold old
         versions (see ``when_full``).
@@ -242,8 +242,8 @@ class Publisher:
             step: The step of the training, from 0 on. Readers may ask for it. A step before an earlier one is published
                 all the same, and marked as rewound.
             wait: Return only when the version is readable.
-            cast: Dtypes of floating-point tensors, by glob on their names, as ``{"model/*": torch.bfloat16}``; the first
-                match wins. They are converted as they are copied. Others keep their dtype, whatever readers have.
+            cast: Dtypes of floating-point tensors, by glob on their names, as ``{"model/*": torch.bfloat16}``; the
+                first match wins. They are converted as they are copied. Others keep their dtype, whatever readers have.
             layout_tags: By glob on names of tensors, any text on how their elements are to be understood, as
                 ``{"*/qkv": "interleaved"}``. A reader that wants such a tensor must expect the same text.
 
@@ -267,7 +267,7 @@ class Publisher:
         with ExitStack() as stack:
             stack.enter_context(collective.process_lock())
             try:
-                version = self._begin(tree, step, collective, before, casts, dict(layout_tags))
+                version = self._begin(tree, step, collective, casts, dict(layout_tags))
             except StorageFullError as error:
                 if self._when_full != "skip":
                     raise
@@ -294,12 +294,11 @@ class Publisher:
         tree: Any,
         step: int,
         collective: Collective,
-        before: SaveHandle | None,
         casts: Casts | None,
         tags: Mapping[str, str],
     ) -> _BegunVersion:
         """Copy this client's part, and agree with the others. Collective: as `publish`."""
-        client, phases = collective.client, collective.phases
+        client, phases, before = collective.client, collective.phases, self._handle
         phases.begin(location_of_version(self.name, step), is_shown=False)
         part = PartInProgress(self._folder, client)
         server, of_tags = self._server, bytes_digest(repr(tags).encode())

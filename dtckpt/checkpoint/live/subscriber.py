@@ -26,8 +26,8 @@ from dtckpt.checkpoint.live.coverage import validate_covered
 from dtckpt.checkpoint.live.version_choice import VersionChoice
 from dtckpt.checkpoint.live.versions import location_of_version
 from dtckpt.checkpoint.options import RestoreOptions
-from dtckpt.checkpoint.parts.layout_tags import validate_tags
 from dtckpt.checkpoint.participants import Group
+from dtckpt.checkpoint.parts.layout_tags import validate_tags
 from dtckpt.checkpoint.restoring.aside import AsideMemory
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.restore import StagedRestore, restore_chosen, stage_restore

@@ -117,7 +117,9 @@ class Peer:
                 while at < len(each.buffer):
                     count = response.readinto(each.buffer[at : at + RECV_NBYTES])
                     if not count:
-                        raise StorageError(f"host {self.host}: the answer ended before its length")
+                        # What the host has said it would send came, or it died meanwhile.
+                        kind = StorageError if response.length else CheckpointCorruptError
+                        raise kind(f"host {self.host}: the answer ended before its length")
                     digest.update(each.buffer[at : at + count])
                     at += count
                 if each.seed is not None and digest.intdigest() != each.digest:
