@@ -67,6 +67,7 @@ def open_version(
         # A reader whose process stood still may find that its lease is over, and other elements in the memory.
         validate_held=lease.raise_if_over,
     )
+    files.map_parts()  # a publisher that is restarted removes the files of its former attempt
     is_remote = any(not isinstance(some[0].source, HostFolder) for some in holders.values())
     location = location_of_version(lease.feed, lease.step)
     return PartCheckpoint(files, location, is_remote=is_remote, layout_tags=layout_tags)

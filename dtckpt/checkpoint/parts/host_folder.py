@@ -336,7 +336,8 @@ class HostFolder:
                 if file.is_replaced():
                     return
             folder = self._files / save.name
-            folder.remove_files(f"{client}{suffix}" for suffix in (VOTED, WRITTEN))
+            with suppress(FileNotFoundError):  # a newer attempt of the job has removed the directory
+                folder.remove_files(f"{client}{suffix}" for suffix in (VOTED, WRITTEN))
             self._num_files += 1
             with suppress(FileNotFoundError):
                 file.move(self.path / _SPARE / f"{self._owner}-{self._num_files}{DATA}")

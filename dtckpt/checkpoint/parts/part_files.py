@@ -14,7 +14,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -315,6 +315,13 @@ class PartFiles(CheckpointFiles):
     def _own_folder(self, client: int) -> HostFolder | None:
         """Return the folder of this host that has a client's part; None if this host does not hold it."""
         return next((each.source for each in self._holders[client] if isinstance(each.source, HostFolder)), None)
+
+    def map_parts(self) -> None:
+        """Map the parts of this host now: then they stay, even if their files are removed before they are read."""
+        for client in self.indexes:
+            if self._own_folder(client) is not None:
+                with suppress(CheckpointCorruptError):  # it is asked for again when it is read
+                    self._own_part(client)
 
     def _own_part(self, client: int) -> OpenPart:
         part, folder = self._parts.get(client), self._own_folder(client)
