@@ -31,7 +31,7 @@ from dtckpt.coordination.feeds.events import NEWEST, Want
 from dtckpt.coordination.feeds.leases import FeedLease
 from dtckpt.coordination.feeds.state import READABLE
 from dtckpt.coordination.feeds.tickets import Claim, check_ticket
-from dtckpt.coordination.grpc_calls import UnknownError, backoffs
+from dtckpt.coordination.grpc_calls import CALL_TIMEOUT_S, UnknownError, backoffs
 from dtckpt.coordination.grpc_client import MAX_WAIT_S, GrpcCoordination
 
 logger = logging.getLogger("dtckpt.coordination")
@@ -349,9 +349,14 @@ class FeedClient:
 
     def _ask(self, request: pb.SubscribeRequest) -> tuple[float, pb.SubscribeResponse]:
         """Ask for a lease; return when the last try began, and the answer."""
-        return self._again_if_unknown(
-            lambda: self._timed(lambda stub, t: stub.Subscribe(request, timeout=t), self._timeout_s, request.max_wait_s)
-        )
+        wait_s = request.max_wait_s
+
+        def ask(stub: pb_grpc.FeedsStub, seconds: float) -> pb.SubscribeResponse:
+            # After tries that failed less time is left: the coordinator must answer within it that there is no version.
+            request.max_wait_s = min(wait_s, max(0.0, seconds - CALL_TIMEOUT_S))
+            return stub.Subscribe(request, timeout=seconds)
+
+        return self._again_if_unknown(lambda: self._timed(ask, self._timeout_s, wait_s))
 
     def done(self, lease: FeedLease, outcome: str) -> None:
         """Need a lease no more; it ends with the last client of the group.

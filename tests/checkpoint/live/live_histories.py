@@ -32,6 +32,7 @@ from dtckpt.checkpoint.parts.open_part import OpenPart
 from dtckpt.checkpoint.restoring import restore
 from dtckpt.checkpoint.saving.staging import StagingMemory
 from dtckpt.coordination.feeds.client import FeedClient
+from dtckpt.coordination.feeds.events import NEWEST
 from dtckpt.errors import BarrierTimeoutError, ClientLostError, CoordinatorUnavailableError, DtckptError, FencedError
 
 FEED = "policy"
@@ -39,7 +40,7 @@ SHAPES = {"w": (16, 12), "moment": (8, 20), "norm": (7,)}
 HEARTBEAT_S = 3.0
 ROUND_S = 15.0
 """Longest wait at a barrier."""
-CALL_S = 60.0
+CALL_S = 45.0
 """No call of a client takes longer, whatever happens to the others."""
 ATTEMPT_S = 150.0
 
@@ -72,7 +73,9 @@ def values(uid: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def laid_out(whole: dict[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor]:
+def laid_out(dim: int) -> dict[str, torch.Tensor]:
+    """Return zeros, of which the matrices are sharded along a dim over all clients. Collective."""
+    whole = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     clients = int(os.environ["WORLD_SIZE"])
     mesh = dtckpt.create_distributed_mesh([("x", clients)], device_type="CPU")
     layout = Layout(["x", dtckpt.UNSHARDED] if dim == 0 else [dtckpt.UNSHARDED, "x"], mesh)
@@ -82,17 +85,20 @@ def laid_out(whole: dict[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor
     }
 
 
-def parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return tensor.components if isinstance(tensor, dtckpt.DTensor) else (tensor,)
-
-
-def is_version(target: dict[str, torch.Tensor], uid: int, dim: int) -> bool:
-    """Whether this client's part of a target is that of one version; of -1: as it was at first."""
+def parts(tree: dict[str, torch.Tensor], uid: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield this client's parts of a tree, with those of a version; of -1: of zeros. Local."""
     whole = values(uid) if uid >= 0 else {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    expected = laid_out(whole, dim)
-    return all(
-        mine.equal(other) for name in target for mine, other in zip(parts(target[name]), parts(expected[name]), strict=True)
-    )
+    for name, tensor in tree.items():
+        if isinstance(tensor, dtckpt.DTensor):
+            for device, part in zip(tensor.layout.mesh.local_device_ids(), tensor.components, strict=True):
+                yield part, whole[name][tensor.layout.region(device, SHAPES[name]).slices()]
+        else:
+            yield tensor, whole[name]
+
+
+def is_version(target: dict[str, torch.Tensor], uid: int) -> bool:
+    """Whether this client's part of a target is that of one version; of -1: as it was at first."""
+    return all(mine.equal(expected) for mine, expected in parts(target, uid))
 
 
 def _die() -> None:
@@ -182,7 +188,7 @@ def play(told: Path, folder: Path, script: Script) -> str:
 
 
 def _publish(diary: Diary, script: Script, folder: Path, chance: random.Random) -> bool:
-    step, dim = max(0, 10 * script.attempt - chance.choice([0, 5, 15])), chance.choice([0, 1])
+    step, model = max(0, 10 * script.attempt - chance.choice([0, 5, 15])), laid_out(chance.choice([0, 1]))
     options = dtckpt.SaveOptions(timeout_s=ROUND_S)
     when_full, keep = chance.choice(["wait", "skip", "raise"]), chance.choice([1, 2])
     with Publisher(
@@ -191,14 +197,19 @@ def _publish(diary: Diary, script: Script, folder: Path, chance: random.Random) 
         for number in range(1000):
             if not diary.goes_on and number > 2:
                 return True
-            uid, wait, pause = 1000 * script.attempt + number, chance.random() < 0.6, chance.choice([0.0, 0.0, 0.3, 1.0])
-            tree = {"model": laid_out(values(uid), dim), "uid": uid, "step": step}
+            uid, wait, pause = (
+                1000 * script.attempt + number,
+                chance.random() < 0.6,
+                chance.choice([0.0, 0.0, 0.3, 1.0]),
+            )
+            for part, value in parts(model, uid):
+                part.copy_(value)
+            tree = {"model": model, "uid": uid, "step": step}
 
             def publish(tree=tree, step=step, wait=wait) -> None:
                 if publisher.publish(tree, step=step, wait=wait) is not None:
-                    for tensor in tree["model"].values():
-                        for part in parts(tensor):
-                            part.fill_(7.0)  # training goes on
+                    for part, _ in parts(tree["model"], 0):
+                        part.fill_(7.0)  # training goes on
 
             if not diary.tried(f"publish {uid} (step {step}), wait={wait}", publish):
                 return False
@@ -208,8 +219,7 @@ def _publish(diary: Diary, script: Script, folder: Path, chance: random.Random) 
 
 
 def _read(diary: Diary, script: Script, folder: Path, chance: random.Random) -> bool:
-    dim = chance.choice([0, 1])
-    target = {"model": laid_out({name: torch.zeros(shape) for name, shape in SHAPES.items()}, dim), "uid": -1, "step": -1}
+    target: dict[str, Any] = {"model": laid_out(chance.choice([0, 1])), "uid": -1, "step": -1}
     options, before = dtckpt.RestoreOptions(timeout_s=ROUND_S), 0
     with Subscriber(FEED, target, options=options, timeout_s=5.0) as subscriber:
         for _ in range(1000):
@@ -236,11 +246,11 @@ def _read(diary: Diary, script: Script, folder: Path, chance: random.Random) -> 
             if version is not None:
                 diary.note(
                     number=version.number, step=version.step, uid=target["uid"], told_step=target["step"],
-                    is_whole=is_version(target["model"], target["uid"], dim), is_older=version.number < before,
+                    is_whole=is_version(target["model"], target["uid"]), is_older=version.number < before,
                 )  # fmt: skip
                 before = version.number
             elif not subscriber.is_mixed:
-                diary.note(is_whole=before == 0 and is_version(target["model"], -1, dim), number=0, what="nothing yet")
+                diary.note(is_whole=before == 0 and is_version(target["model"], -1), number=0, what="nothing yet")
             if not goes_on:
                 return False
             time.sleep(pause)
@@ -249,7 +259,11 @@ def _read(diary: Diary, script: Script, folder: Path, chance: random.Random) -> 
 
 def _hold(diary: Diary, pause_s: float) -> None:
     """Look at a version twice, slowly."""
-    with dtckpt.open_checkpoint(f"live://{FEED}") as held:
+    choice = version_choice.VersionChoice(FEED, NEWEST, wait_s=2.0, timeout_s=5.0)
+    with (
+        mock.patch.object(version_choice.VersionChoice, "of_location", return_value=choice),
+        dtckpt.open_checkpoint(f"live://{FEED}") as held,
+    ):
         expected = values(held.values["uid"])
         for name in ("w", "moment", "norm"):
             is_right = held.read(f"model/{name}").equal(expected[name])
@@ -275,6 +289,7 @@ class History:
         self.events: list[str] = []
         self.answers: list[tuple[Script, list[Answer]]] = []
         self.errors: list[str] = []
+        self.last_attempts: dict[str, int] = {}
 
     def run(self, seconds: float) -> None:
         """Let the jobs run, and do to them what chance wants; then let them end in peace."""
@@ -330,8 +345,6 @@ class History:
             self.last_attempts[job] = attempt
         except BaseException as error:
             self.errors.append(f"{job}, attempt {attempt}: {type(error).__name__}: {error}")
-
-    last_attempts: dict[str, int] = {}
 
     def attempt(self, job: str, attempt: int, chance: random.Random, *, is_calm: bool = False) -> list[Answer]:
         """Run an attempt of a job."""

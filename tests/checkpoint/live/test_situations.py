@@ -655,9 +655,11 @@ def test_29_casts(jobs, monkeypatch, way):
         with pytest.raises(errors.ConfigError, match=text):
             publish(publisher, 2, tree, cast=cast)
     publish(publisher, 3, tree, cast={"*": torch.float64})
-    with Subscriber(FEED, tree | {"router": torch.zeros(400, 500, dtype=torch.float64)}) as subscriber:
-        with pytest.raises(errors.DtckptError, match="float64"):
-            jobs.fetch(subscriber)
+    with (
+        Subscriber(FEED, tree | {"router": torch.zeros(400, 500, dtype=torch.float64)}) as subscriber,
+        pytest.raises(errors.DtckptError, match="float64"),
+    ):
+        jobs.fetch(subscriber)
 
 
 def test_29_dtype_is_the_published_one(jobs):
@@ -710,11 +712,11 @@ class Stranger:
         self.ticket = lease.parts[0].ticket.hex()
         self.save = save_of_version(lease.feed, lease.number, lease.step, len(lease.parts))
 
-    def ask(self, method, path, *, shown=None, body=None, headers={}):
+    def ask(self, method, path, *, shown=None, body=None, **headers):
         connection = HTTPConnection(self._url, timeout=10.0)
         try:
             shown = self.ticket if shown is None else shown
-            connection.request(method, path, body, {"Authorization": f"Bearer {shown}", **headers})
+            connection.request(method, path, body, {"Authorization": f"Bearer {shown}"} | headers)
             return connection.getresponse().status
         finally:
             connection.close()
@@ -749,7 +751,8 @@ def test_40_strangers_at_the_server(jobs, monkeypatch):
     for client in ("-1", "1", "x", "9" * 30):
         assert stranger.ask("POST", f"/v1/read/{name}/{client}", body=json.dumps(whole).encode()) in (400, 404)
     malformed = [
-        b"", b"{", b"\xff\xff", b"3", b"null", b"{}x", b"[1]", b"[[]]", b"[" * 100_000, b'"text"', b'[["0",[0,0],[1,1]]]',
+        b"", b"{", b"\xff\xff", b"3", b"null", b"{}x", b"[1]", b"[[]]", b"[" * 100_000, b'"text"',
+        b'[["0",[0,0],[1,1]]]',
         [[9, [0, 0], [1, 1]]], [[-1, [0, 0], [1, 1]]], [[0, [0, 0], [9, 1]]], [[0, [-1, 0], [1, 1]]],
         [[0, [0], [1]]], [[0, [0, 0], [0, 0]]], [[0, [0, 0], [1.5, 1]]], [[True, [0, 0], [1, "1"]]],
         [[0, [0, 0], [1, 1]]] * 5000,
@@ -757,7 +760,7 @@ def test_40_strangers_at_the_server(jobs, monkeypatch):
     for body in malformed:
         assert stranger.read(body) == 400, body[:3]
     for length in ("x", "-5", str(1 << 50), ""):
-        assert stranger.ask("POST", f"/v1/read/{name}/0", headers={"Content-Length": length}) == 400
+        assert stranger.ask("POST", f"/v1/read/{name}/0", **{"Content-Length": length}) == 400
     assert stranger.read(whole) == 200
     assert jobs.update(Subscriber(FEED, blank())).step == 2
 
