@@ -510,6 +510,10 @@ class FeedClient:
 
     def _refresh_for_ever(self) -> None:
         while not self._closing.wait(self._period_s()):
+            with self._lock:
+                if not self._coordination.is_registered:  # it has left; to go on would bring it back
+                    self._thread = None
+                    return
             try:
                 self.refresh()
             except errors.DtckptError as error:

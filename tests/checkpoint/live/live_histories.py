@@ -43,6 +43,7 @@ ROUND_S = 15.0
 CALL_S = 45.0
 """No call of a client takes longer, whatever happens to the others."""
 ATTEMPT_S = 150.0
+START_S = 30.0
 
 PUBLISHER_POINTS = {
     "stage": (StagingMemory, "stage"),
@@ -296,6 +297,10 @@ class History:
         threads = [threading.Thread(target=self._job, args=(job,)) for job in self._pools]
         for thread in threads:
             thread.start()
+        # Processes start slowly on a busy machine, and what happens should happen to something.
+        start = time.monotonic()
+        while time.monotonic() < start + START_S and not all(self._has_begun(job) for job in self._pools):
+            time.sleep(0.1)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             time.sleep(self.chance.uniform(0.2, 1.5))
@@ -304,6 +309,9 @@ class History:
         for thread in threads:
             thread.join(2 * ATTEMPT_S)
             assert not thread.is_alive(), "a job did not end"
+
+    def _has_begun(self, job: str) -> bool:
+        return any(self.told.glob(f"{job}-*.diary"))
 
     def close(self) -> None:
         self.server.kill()

@@ -454,6 +454,26 @@ def test_14_a_closed_publisher_is_forgotten(jobs):
     assert not jobs.feeds("judge").list()[0].versions
 
 
+def test_14_a_job_that_left_stays_away(killable):
+    """A process that left its job and lives on does not bring it back, however long it has versions in memory."""
+    _, jobs = killable
+    publish(jobs.publisher(), 1)
+    before = threading.active_count()
+    jobs.connection("trainer").leave()
+    time.sleep(2.5)  # renewals are due, and the coordinator has forgotten it
+    (status,) = jobs.feeds("engine").list()
+    assert status.num_publishers == 0
+    with Subscriber(FEED, blank()) as subscriber, pytest.raises(errors.VersionTimeoutError, match="lost"):
+        jobs.fetch(subscriber, timeout_s=0.1)
+    assert threading.active_count() <= before + 8
+    jobs.connection("trainer").register()  # it may come back
+    jobs.feeds("trainer").open(FEED)
+    deadline = time.monotonic() + WAIT_S
+    with Subscriber(FEED, blank()) as subscriber:
+        assert jobs.update(subscriber).step == 1
+    assert time.monotonic() < deadline
+
+
 def test_16_source_that_does_not_answer(jobs, over_http, monkeypatch):
     publish(jobs.publisher(), 1)
     target, end = blank(), threading.Event()
