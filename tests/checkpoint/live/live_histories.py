@@ -26,7 +26,7 @@ import dtckpt
 from dtckpt import Layout, Publisher, Subscriber
 from dtckpt.checkpoint.live import publisher as publisher_module
 from dtckpt.checkpoint.live import subscriber as subscriber_module
-from dtckpt.checkpoint.live import version_choice
+from dtckpt.checkpoint.live import version_checkpoint, version_choice
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.open_part import OpenPart
 from dtckpt.checkpoint.restoring import restore
@@ -119,6 +119,16 @@ def dying_at(owner: Any, name: str, call: int) -> Any:
     return mock.patch.object(owner, name, patched)
 
 
+def _slowly(owner: Any, name: str, pause_s: float) -> Any:
+    real = getattr(owner, name)
+
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(pause_s)
+        return real(*args, **kwargs)
+
+    return mock.patch.object(owner, name, patched)
+
+
 @dataclass(frozen=True)
 class Script:
     """What the clients of one attempt of a job do.
@@ -128,12 +138,16 @@ class Script:
         attempt: Its number.
         seed: Of what they choose at random, alike on all clients.
         points: By client, where it dies, and at which call; others die by the driver's hand, or live.
+        is_remote: Whether its readers find no part on this host.
+        pause_s: How long they stand still before each piece.
     """
 
     job: str
     attempt: int
     seed: str
     points: dict[int, tuple[str, int]] = field(default_factory=dict)
+    is_remote: bool = False
+    pause_s: float = 0.0
 
 
 class Diary:
@@ -180,6 +194,11 @@ def play(told: Path, folder: Path, script: Script) -> str:
             point, call = script.points[diary.client]
             diary.note(what=f"dies at call {call} of {point!r}")
             stack.enter_context(dying_at(*points[point], call))
+        if script.is_remote:
+            stack.enter_context(mock.patch.object(version_checkpoint, "_folder_here", return_value=None))
+        if script.pause_s:
+            for name in ("copy_whole", "elements"):
+                stack.enter_context(_slowly(OpenPart, name, script.pause_s))
         try:
             goes_on = act(diary, script, folder, chance)
         except DtckptError as error:  # of opening and closing
@@ -361,8 +380,9 @@ class History:
         if not is_calm and chance.random() < 0.5:
             names = sorted(PUBLISHER_POINTS if job == "trainer" else READER_POINTS)
             points = {chance.randrange(clients): (chance.choice(names), chance.randint(1, 6))}
-        script = Script(job, attempt, f"{self._seed} {job} {attempt}", points)
-        self._note(f"{job} begins attempt {attempt} with {clients} clients {points}")
+        is_remote, pause_s = chance.random() < 0.3, chance.choice([0.0, 0.0, 0.2, 1.0])
+        script = Script(job, attempt, f"{self._seed} {job} {attempt}", points, is_remote, 0.0 if is_calm else pause_s)
+        self._note(f"{clients} clients begin {script}")
         answers = self._pools[job].run(
             play, self.told, self.memory, script,
             clients=clients, group=True, coordinator=f"127.0.0.1:{self.server.port}",
