@@ -391,7 +391,7 @@ class HostFolder:
     def remove_if_empty(self) -> None:
         """Remove the directory of the job if no process of the job has files there."""
         with suppress(OSError):
-            (self.path / _SPARE).rmdir()
+            (self._files / _SPARE).remove(())
             if [entry.name for entry in self.path.iterdir()] == [_JOB]:
                 self._files.remove([_JOB])
 
