@@ -302,7 +302,7 @@ class History:
 
     def __init__(self, folder: Path, seed: str, pools: dict[str, Pool]) -> None:
         self.told, self.memory = folder / "told", folder / "memory"
-        self.told.mkdir()
+        self.told.mkdir(parents=True)
         self.chance = random.Random(seed)
         self._seed, self._pools = seed, pools
         self.server = ServerProcess(heartbeat_timeout_s=HEARTBEAT_S)
