@@ -210,7 +210,7 @@ def play(told: Path, folder: Path, script: Script) -> str:
 def _publish(diary: Diary, script: Script, folder: Path, chance: random.Random) -> bool:
     step, model = max(0, 10 * script.attempt - chance.choice([0, 5, 15])), laid_out(chance.choice([0, 1]))
     options = dtckpt.SaveOptions(timeout_s=ROUND_S)
-    when_full, keep = chance.choice(["wait", "skip", "raise"]), chance.choice([1, 2])
+    when_full, keep = chance.choice(["wait", "skip", "raise"]), chance.choice([1, 1, 2])
     with Publisher(
         FEED, folder=folder, keep=keep, when_full=when_full, timeout_s=4.0, address="127.0.0.1", options=options
     ) as publisher:
@@ -220,7 +220,7 @@ def _publish(diary: Diary, script: Script, folder: Path, chance: random.Random) 
             uid, wait, pause = (
                 1000 * script.attempt + number,
                 chance.random() < 0.6,
-                chance.choice([0.0, 0.0, 0.3, 1.0]),
+                chance.choice([0.0, 0.0, 0.1, 0.5]),
             )
             for part, value in parts(model, uid):
                 part.copy_(value)
@@ -246,7 +246,7 @@ def _read(diary: Diary, script: Script, folder: Path, chance: random.Random) -> 
             if not diary.goes_on:
                 return True
             way = chance.choice(["update", "fetch", "in place", "fetch and drop", "hold"])
-            pause = chance.choice([0.0, 0.1, 0.5])
+            pause = chance.choice([0.0, 0.1, 0.5, 1.5])
 
             def take(way=way, pause=pause) -> None:
                 if way == "hold":
@@ -273,7 +273,6 @@ def _read(diary: Diary, script: Script, folder: Path, chance: random.Random) -> 
                 diary.note(is_whole=before == 0 and is_version(target["model"], -1), number=0, what="nothing yet")
             if not goes_on:
                 return False
-            time.sleep(pause)
     return True
 
 
@@ -380,7 +379,7 @@ class History:
         if not is_calm and chance.random() < 0.5:
             names = sorted(PUBLISHER_POINTS if job == "trainer" else READER_POINTS)
             points = {chance.randrange(clients): (chance.choice(names), chance.randint(1, 6))}
-        is_remote, pause_s = chance.random() < 0.3, chance.choice([0.0, 0.0, 0.2, 1.0])
+        is_remote, pause_s = chance.random() < 0.3, chance.choice([0.0, 0.0, 0.3, 1.5])
         script = Script(job, attempt, f"{self._seed} {job} {attempt}", points, is_remote, 0.0 if is_calm else pause_s)
         self._note(f"{clients} clients begin {script}")
         answers = self._pools[job].run(

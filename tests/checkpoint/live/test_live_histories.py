@@ -17,8 +17,8 @@ pytestmark = pytest.mark.processes
 
 SECONDS = 8.0
 EXPECTED = (
-    "BarrierTimeoutError", "ClientFailedError", "ClientLostError", "CoordinationError", "CoordinatorUnavailableError", "FencedError",
-    "SourceLostError", "StorageFullError", "VersionGoneError", "VersionTimeoutError",
+    "BarrierTimeoutError", "ClientFailedError", "ClientLostError", "CoordinationError", "CoordinatorUnavailableError",
+    "FencedError", "SourceLostError", "StorageFullError", "VersionGoneError", "VersionTimeoutError",
 )  # fmt: skip
 """What calls may raise here. No memory is damaged, so whoever finds damage has read what was freed."""
 
