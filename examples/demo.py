@@ -21,7 +21,7 @@ from rich.table import Table
 
 import dtckpt
 from dtckpt.errors import CheckpointNotFoundError, DtckptError
-from examples import plot_layouts, train_bytes_lm
+from examples import plot_layouts, train_and_rollout, train_bytes_lm
 from examples.launch import DemoError, coordinator, torchrun, wait_until
 
 STEPS, SAVE_EVERY = 48, 12
@@ -151,6 +151,16 @@ def lose_a_host(out: Path, address: str) -> None:
     )
 
 
+def hand_over(out: Path, address: str) -> None:
+    """Let an engine take the weights of a trainer on another mesh, as they change; show what it says then."""
+    versions = train_and_rollout.run(out / "live", address)
+    for facts in versions:
+        detail(f"step {facts['step']:2}: {facts['nbytes']:,} bytes, in {facts['seconds']:.2f} s: {facts['text'][:56]}")
+    texts = {facts["text"] for facts in versions}
+    check("in each step the engine had the trainer's weights, bit for bit, and no file was written", len(versions) > 1)
+    check(f"it said {len(texts)} different texts", len(texts) > 1)
+
+
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +256,8 @@ def demo(out: Path, device: str) -> None:
         resumed = train("resumed", 2, address, out, f"--resume={resharded}", f"--save-every={SAVE_EVERY}", *on_two)
         say("Three hosts save in their memory; one is lost with it, and the others bring its state back")
         lose_a_host(out, address)
+        say("An engine on another mesh takes the weights of two trainers from memory, as they change")
+        hand_over(out, address)
     say("What they learned, step by step")
     compare(reference, interrupted, resumed)
     picture(committed, resharded, out / "layouts.svg")
@@ -256,6 +268,7 @@ def demo(out: Path, device: str) -> None:
     detail(f"resharded           the last of them, laid out anew: dtckpt inspect {out / 'resharded'}")
     detail("resumed             checkpoints of the two clients that went on")
     detail("in-memory           checkpoints that the three hosts wrote to storage")
+    detail("live                what the trainer published and what the engine said; the output of both")
 
 
 def main() -> int:

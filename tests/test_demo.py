@@ -6,10 +6,15 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from interop.example_cases import run_loop
+from support.client_processes import Pool
+from support.coordinators import server_in_thread
+
+from examples import train_and_rollout
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -53,3 +58,28 @@ def test_its_training_in_memory_goes_on_from_there(pool, tmp_path: Path) -> None
     assert restores == [(10, False, True), (15, False, True)]
     losses = [(each["step"], each["loss"]) for each in facts if "step" in each]
     assert losses[10] == losses[11] == (11, losses[10][1]), "the step that is done again has the same loss"
+
+
+@pytest.mark.processes
+def test_its_engine_takes_the_weights_of_its_trainer(tmp_path: Path) -> None:
+    """Two jobs, as the demo starts them by torchrun."""
+    with server_in_thread() as port, Pool() as trainers, Pool() as engines, ThreadPoolExecutor(1) as thread:
+        options = {"clients": 2, "coordinator": f"127.0.0.1:{port}"}
+        loop, folder = "train_and_rollout", f"--folder={tmp_path}"
+        trained = thread.submit(trainers.values, run_loop, loop, ["--job=train", folder], **options)
+        engines.values(run_loop, loop, ["--job=roll-out", folder], **options)
+        trained.result()
+    versions = train_and_rollout.compare(tmp_path)
+    texts = [facts["text"] for facts in versions]
+    assert len(set(texts)) > 2
+    assert train_and_rollout.TEXT.decode().startswith(texts[-1][:32])
+    assert len({facts["nbytes"] for facts in versions}) == 1
+
+
+def test_an_engine_with_other_weights_is_found(tmp_path: Path) -> None:
+    steps = range(0, train_and_rollout.STEPS + 1, train_and_rollout.EVERY)
+    for name in ("published", "rollouts"):
+        lines = [json.dumps({"step": step, "digest": f"{name if step == steps[2] else step}"}) for step in steps]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(train_and_rollout.DemoError, match=f"step {steps[2]}"):
+        train_and_rollout.compare(tmp_path)

@@ -766,6 +766,7 @@ class VersionStatus(_message.Message):
     NUM_LEASES_FIELD_NUMBER: _builtins.int
     NUM_HOLDERS_FIELD_NUMBER: _builtins.int
     READERS_FIELD_NUMBER: _builtins.int
+    HOLDERS_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     step: _builtins.int
     phase: Global___VersionPhase.ValueType
@@ -778,8 +779,12 @@ class VersionStatus(_message.Message):
     num_leases: _builtins.int
     num_holders: _builtins.int
     @_builtins.property
-    def readers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """at most 8"""
+    def readers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReaderStatus]:
+        """whose leases are live, at most 8"""
+
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Source]:
+        """who serve it on, at most 8; where, and how many bytes"""
 
     def __init__(
         self,
@@ -794,11 +799,12 @@ class VersionStatus(_message.Message):
         age_s: _builtins.float = ...,
         num_leases: _builtins.int = ...,
         num_holders: _builtins.int = ...,
-        readers: _abc.Iterable[_builtins.str] | None = ...,
+        readers: _abc.Iterable[Global___ReaderStatus] | None = ...,
+        holders: _abc.Iterable[Global___Source] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "is_rewound", b"is_rewound", "nbytes", b"nbytes", "num_holders", b"num_holders", "num_leases", b"num_leases", "num_parts", b"num_parts", "num_parts_put", b"num_parts_put", "number", b"number", "phase", b"phase", "readers", b"readers", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "holders", b"holders", "is_rewound", b"is_rewound", "nbytes", b"nbytes", "num_holders", b"num_holders", "num_leases", b"num_leases", "num_parts", b"num_parts", "num_parts_put", b"num_parts_put", "number", b"number", "phase", b"phase", "readers", b"readers", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -811,19 +817,24 @@ class ReaderStatus(_message.Message):
     READER_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     OUTCOME_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
     reader: _builtins.str
     number: _builtins.int
     outcome: _builtins.str
+    """empty while its lease is live"""
+    age_s: _builtins.float
+    """since a live lease was taken"""
     def __init__(
         self,
         *,
         reader: _builtins.str = ...,
         number: _builtins.int = ...,
         outcome: _builtins.str = ...,
+        age_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "outcome", b"outcome", "reader", b"reader"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "number", b"number", "outcome", b"outcome", "reader", b"reader"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

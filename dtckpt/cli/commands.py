@@ -17,6 +17,7 @@ import click
 
 import dtckpt
 from dtckpt.cli.exit_codes import ExitCode, exit_code_of
+from dtckpt.cli.live_access import job_of_command
 from dtckpt.cli.options import debug_option
 from dtckpt.cli.output import write_event
 from dtckpt.errors import DtckptError, printable
@@ -29,6 +30,7 @@ NAMES = (
     "gc",
     "help",
     "inspect",
+    "live",
     "ls",
     "plot",
     "reshard",
@@ -78,8 +80,9 @@ def cli() -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a command and return its exit code."""
-    # click returns a code if it has answered by itself, as for --help.
-    return cli.main(list(arguments), prog_name="dtckpt", standalone_mode=False) or ExitCode.OK
+    with job_of_command(arguments):
+        # click returns a code if it has answered by itself, as for --help.
+        return cli.main(list(arguments), prog_name="dtckpt", standalone_mode=False) or ExitCode.OK
 
 
 def report(error: BaseException, arguments: Sequence[str]) -> int:

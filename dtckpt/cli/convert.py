@@ -108,8 +108,7 @@ def command(
     new_names: dict[str | re.Pattern[str], str] = dict(parse_pairs(renames, "rename", "OLD=NEW").items())
     run = partial(
         convert,
-        src,
-        dst,
+        dst=dst,
         to=to,
         select=select,
         rename=new_names or None,
@@ -122,7 +121,8 @@ def command(
         ignore_rest=ignore_rest,
     )
     # A dry run first: it finds errors in all arguments and tensors before anything is written.
-    plan = run(dry_run=True)
+    plan = run(src, dry_run=True)
+    run = partial(run, plan.source)  # of a feed: the step that was planned, though there may be a newer one by now
     if as_json:
         _run_as_json(run, plan, is_dry_run=dry_run)
     elif dry_run:

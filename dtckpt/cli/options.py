@@ -23,6 +23,8 @@ TARGETS = ("dtckpt", "zarr", "safetensors", "dcp", "torch")
 """A copy of the names in `dtckpt.checkpoint.converting.targets`, which is slow to import."""
 LOCATION = click.Path()
 """A path or URL; a shell completes paths."""
+LIVE = "live://"
+"""A copy of the scheme in `dtckpt.checkpoint.live.versions`, which is slow to import."""
 MAX_NAMES = 1000
 """How many names a shell is offered."""
 # Parameters of `mallopt`, from <malloc.h>.
@@ -168,6 +170,8 @@ def complete_tensors(context: click.Context, _: click.Parameter, incomplete: str
     """Return names of tensors of the checkpoint before on the line; none if it cannot be opened."""
     from dtckpt.checkpoint.open import open_checkpoint
 
+    if str(context.params["path"]).startswith(LIVE):
+        return []  # a shell that waits for a coordinator would seem to hang
     try:
         with open_checkpoint(str(context.params["path"])) as checkpoint:
             names = [name for name in checkpoint.tensors if name.startswith(incomplete)]

@@ -119,8 +119,7 @@ def command(
     rules = parse_rules(layouts, layout_file, target_mesh)
     run = partial(
         reshard,
-        src,
-        dst,
+        dst=dst,
         mesh=target_mesh,
         layouts=rules,
         dtype=None if dtype is None else parse_dtype(dtype),
@@ -130,7 +129,8 @@ def command(
     )
     own = _workers(src, dst, workers=workers, worker=worker, resume=resume, dry_run=dry_run)
     # A dry run first: it finds errors in all arguments and tensors before anything is written.
-    plan = run(dry_run=True, worker=own[0])
+    plan = run(src, dry_run=True, worker=own[0])
+    run = partial(run, plan.source)  # of a feed: the step that was planned
     rules.validate_all_used()
     if as_json:
         reporter: Reporter = JsonReporter(plan, start, kvstore, is_dry_run=dry_run)

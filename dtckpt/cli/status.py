@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtckpt.checkpoint.progress_bar import is_watched
+from dtckpt.cli.looks import VARIABLES, look, look_options
 from dtckpt.cli.options import debug_option, json_option
-from dtckpt.cli.output import format_count, table_lines, write_event, write_line
-from dtckpt.errors import ConfigError, CoordinatorUnavailableError, JobNotFoundError, capped, printable
+from dtckpt.cli.output import format_count, table_lines
+from dtckpt.errors import JobNotFoundError, capped, printable
 
 if TYPE_CHECKING:
     from dtckpt.coordination.api import BarrierStatus, JobStatus, TaskStatus
@@ -23,11 +20,8 @@ if TYPE_CHECKING:
 _WORST_FIRST = ("lost", "unknown", "suspect", "fenced", "registered", "left")
 _HEADER = ("client", "state", "heard", "phase", "step", "done", "unchanged", "host")
 
-EPILOG = """\b
-Variables:
-  DTCKPT_COORDINATOR, or another variable that names the coordinator to clients;
-  DTCKPT_COORDINATOR_CA, _CERT, _KEY, _SERVER_NAME for TLS;
-  DTCKPT_COORDINATOR_TOKEN_FILE or _TOKEN: a job's token shows that job, a token of the job * shows all.
+EPILOG = f"""\b
+{VARIABLES}  DTCKPT_COORDINATOR_TOKEN_FILE or _TOKEN: a job's token shows that job, a token of the job * shows all.
 
 \b
 Examples:
@@ -39,27 +33,8 @@ Examples:
 
 
 @click.command("status", epilog=EPILOG)
-@click.option("--coordinator", metavar="HOST:PORT", help="Which coordinator [default: the one of the environment].")
 @click.option("--job", metavar="NAME", help="Only this job [default: all that the token shows].")
-@click.option("--watch", is_flag=True, help="Look again and again, until interrupted.")
-@click.option(
-    "--interval",
-    "interval_s",
-    type=click.FloatRange(min=0.1, max=3600),
-    default=2.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Between two looks.",
-)
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=0.1, max=3600),
-    default=10.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to look for the coordinator.",
-)
+@look_options
 @click.option(
     "--rows",
     type=click.IntRange(min=0),
@@ -80,43 +55,16 @@ def command(
     as_json: bool,
 ) -> None:
     """Show jobs, clients and open barriers of a coordinator: which clients are missing, and the last phase of each."""
-    from dtckpt._proto import COORDINATOR, require
-
-    require(*COORDINATOR)
-    from dtckpt.coordination.discovery import SOURCES, find_coordinator
-    from dtckpt.coordination.grpc_credentials import Access
-    from dtckpt.coordination.grpc_status import StatusClient
-
-    found = find_coordinator(os.environ, coordinator)
-    if found is None:
-        raise ConfigError(f"there is no coordinator to ask; give --coordinator HOST:PORT, or set {SOURCES}")
-    client = StatusClient(found.address, Access.from_environ(os.environ))
-    with ExitStack() as stack:
-        stack.callback(client.close)
-        screen = _Screen() if watch and not as_json and is_watched(sys.stdout) else None
-        if screen is not None:
-            stack.enter_context(screen.live)
-        while True:
-            try:
-                jobs = _query(client, job, timeout_s)
-            except CoordinatorUnavailableError as error:
-                if not watch:
-                    raise
-                if as_json:
-                    write_event("unreachable", coordinator=found.address, message=error.message)
-                lines = [printable(error.message)]
-            else:
-                if as_json:
-                    write_event("status", coordinator=found.address, jobs=[_job_json(job) for job in jobs])
-                lines = list(_report(found.address, jobs, rows))
-            if screen is not None:
-                screen.show(lines)
-            elif not as_json:
-                for line in lines:
-                    write_line(line)
-            if not watch:
-                return
-            time.sleep(interval_s)
+    look(
+        coordinator,
+        lambda client: _query(client, job, timeout_s),
+        lambda jobs: {"jobs": [_job_json(each) for each in jobs]},
+        lambda address, jobs: _report(address, jobs, rows),
+        event="status",
+        watch=watch,
+        interval_s=interval_s,
+        as_json=as_json,
+    )
 
 
 def _query(client: StatusClient, job: str | None, timeout_s: float) -> list[JobStatus]:
@@ -182,22 +130,6 @@ def _task_row(task: TaskStatus) -> Sequence[str]:
 def _done(task: TaskStatus) -> str:
     total = task.progress.bytes_total
     return f"{task.progress.bytes_done / total:.0%}" if total > 0 else ""
-
-
-class _Screen:
-    """Shows lines on the whole terminal, and replaces them in place."""
-
-    def __init__(self) -> None:
-        from rich.live import Live  # here, because only ``--watch`` on a terminal needs it
-
-        self.live = Live(screen=True, auto_refresh=False)
-
-    def show(self, lines: Sequence[str]) -> None:
-        from rich.text import Text  # here for the same reason
-
-        text = Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
-        text.highlight_regex(r"\b(suspect|lost|fenced|unknown|never registered)\b", "bold red")
-        self.live.update(text, refresh=True)
 
 
 # --- as JSON ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Rings of buffers in shared memory, through which clients of one host hand data on; Linux only.
 
-Each client has a ring. It alone writes to the ring's memory, and the others map that memory read-only. A client that
-was late, or has given up, so never changes the memory of another client::
+Each client has a ring. Only its owner writes to a ring's memory, and the others map that memory read-only. A client
+that was late, or has given up, so never changes the memory of another client::
 
     ring of client 0                                         ring of client 1
     slots 0 ... 7         --- copied out by client 1 -->

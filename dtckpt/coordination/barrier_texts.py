@@ -21,8 +21,10 @@ WAS_INTERRUPTED = "was interrupted while it waited"
 BESIDE = "#"
 """Separates the two parts of the name of a job beside another: the other job, and the work that is done beside it."""
 DURABLE = "durable-"
-"""Begins the name of the only such work: a local tier writes to the root. A number in hexadecimal digits follows."""
-_BESIDE_ANOTHER = re.compile(f"(.+){BESIDE}{DURABLE}[0-9a-f]{{1,16}}", re.DOTALL)
+"""Begins the name of such work: a local tier writes to the root. A number in hexadecimal digits follows."""
+COMMAND = "command-"
+"""Begins the name of the other such work: a command reads live versions. A number follows, too."""
+_BESIDE_ANOTHER = re.compile(f"(.+){BESIDE}(?:{DURABLE}|{COMMAND})[0-9a-f]{{1,16}}", re.DOTALL)
 
 
 def main_job(job: str) -> str:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dtckpt.comm import fork_guard
@@ -24,7 +26,7 @@ from dtckpt.coordination.api import (
     JobStatus,
     Member,
 )
-from dtckpt.coordination.barrier_texts import BESIDE
+from dtckpt.coordination.barrier_texts import BESIDE, COMMAND
 from dtckpt.coordination.discovery import find_coordinator
 from dtckpt.coordination.single_client import SingleClientCoordination
 from dtckpt.errors import ConfigError, ConfigTypeError
@@ -135,6 +137,30 @@ def connect_beside(name: str) -> Coordination:
     """
     job = current_coordination().member.job
     return connect({**os.environ, "DTCKPT_JOB": f"{job}{BESIDE}{name}"}, **_arguments)
+
+
+@contextmanager
+def as_job_of_command(heartbeat_timeout_s: float) -> Iterator[Coordination]:
+    """Let the coordination of this process be one in a new job beside its own; yield it, and leave it in the end.
+
+    So a command in the shell of a training job does not take the place of one of its clients, and commands that run at
+    one time do not take each other's.
+
+    Args:
+        heartbeat_timeout_s: Half of the time for which the coordinator is looked for.
+
+    Raises:
+        DtckptError: As `connect`.
+    """
+    job = f"{_member(os.environ).job}{BESIDE}{COMMAND}{secrets.token_hex(4)}"
+    own = connect({**os.environ, "DTCKPT_JOB": job}, heartbeat_timeout_s=heartbeat_timeout_s, fallback="")
+    before = _current
+    set_coordination(own)
+    try:
+        yield own
+    finally:
+        set_coordination(before)
+        own.leave()
 
 
 def set_coordination(coordination: Coordination | None) -> None:

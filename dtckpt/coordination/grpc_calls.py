@@ -30,6 +30,7 @@ from google.rpc.status_pb2 import Status
 from dtckpt import errors
 from dtckpt._proto import coordinator_pb2 as pb
 from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
+from dtckpt._proto import feeds_pb2 as feeds_pb
 from dtckpt._proto import feeds_pb2_grpc as feeds_pb_grpc
 from dtckpt.coordination import verdicts
 from dtckpt.coordination.grpc_credentials import PREFIX, Access
@@ -193,6 +194,20 @@ class Caller:
         """
         deadline = self._clock() + wait_s + within_s
         return self._call(lambda _, seconds: call(self._connected().feeds, seconds), deadline, wait_s + CALL_TIMEOUT_S)
+
+    def feeds(self, timeout_s: float = CALL_TIMEOUT_S) -> list[feeds_pb.FeedStatus]:
+        """Return all feeds that the token may see, by name.
+
+        Raises:
+            CoordinatorUnavailableError: The coordinator cannot be reached within ``timeout_s``.
+            CoordinatorPermissionError: It refuses the token.
+        """
+        deadline = self._clock() + timeout_s
+        request, pages = feeds_pb.ListFeedsRequest(), list[feeds_pb.ListFeedsResponse]()
+        while not pages or request.page_token:
+            pages.append(self.call_feeds(lambda stub, t: stub.ListFeeds(request, timeout=t), deadline - self._clock()))
+            request.page_token = pages[-1].next_page_token
+        return [feed for page in pages for feed in page.feeds]
 
     def _job_pages(self, job: str, deadline: float) -> list[pb.GetJobResponse]:
         """Return all pages of the coordinator's answer about a job.

@@ -1,4 +1,4 @@
-"""Ask a coordinator about its jobs, without being a client of one of them; answers are `JobStatus` values."""
+"""Ask a coordinator about its jobs and feeds, without being a client of one of them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dtckpt.errors import JobNotFoundError
 
 
 class StatusClient(Caller):
-    """Asks a coordinator for the status of jobs. Changes nothing there.
+    """Asks a coordinator for the status of jobs and, by `feeds`, of feeds. Changes nothing there.
 
-    Both methods raise `CoordinatorUnavailableError` if the coordinator cannot be reached within ``timeout_s``, and
+    All methods raise `CoordinatorUnavailableError` if the coordinator cannot be reached within ``timeout_s``, and
     `CoordinatorPermissionError` if it refuses the token.
     """
 

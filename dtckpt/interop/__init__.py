@@ -6,6 +6,7 @@
 * `DtckptCheckpointIO` and `DtckptModelParallelStrategy` are for Lightning.
 * `resize_loader` deals the positions of torchdata's ``StatefulDataLoader`` out to another number of clients.
 * `DtckptTrainer` is a ``Trainer`` of Hugging Face; `accelerator_state` is the state of an ``Accelerator``.
+* `dtckpt.interop.vllm` has a weight-transfer engine for vLLM, and its trainer side.
 
 Every public name is imported when it is first used.
 """

@@ -64,6 +64,11 @@ def open_fsspec_folder(url: str) -> FsspecFolder:
     Raises:
         ConfigError: fsspec knows no file system of that scheme, or a library that it needs is not installed.
     """
+    if url.startswith("live://"):
+        raise ConfigError(
+            f"{url} is a live version; only a Publisher writes one, and only open_checkpoint, restore and Subscriber "
+            "read it"
+        )
     try:
         fs, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
     except (ValueError, ImportError) as error:

@@ -263,7 +263,20 @@ def _version_status(version: Version, now: float) -> pb.VersionStatus:
         age_s=now - since,
         num_leases=len(version.leases),
         num_holders=len(version.holders),
-        readers=[lease.reader for lease in islice(version.leases.values(), SOME)],
+        readers=[
+            pb.ReaderStatus(reader=lease.reader, number=version.number, age_s=now - lease.taken_at)
+            for lease in islice(version.leases.values(), SOME)
+        ],
+        holders=[
+            pb.Source(
+                job=holder.who.job,
+                client=holder.who.task,
+                nbytes=holder.nbytes,
+                host=holder.host,
+                is_whole=holder.is_whole,
+            )
+            for holder in islice(version.holders.values(), SOME)
+        ],
     )
 
 

@@ -2,9 +2,9 @@
 
 A list of tokens is text: one ``JOB TOKEN`` per line, the token without blanks; a job may have several, so that tokens
 can be replaced while jobs run. Two further columns name feeds, as in ``JOB TOKEN reads=policy,critic publishes=actor``.
-They hold for the job, whichever of its tokens a call carries. A job reads the feeds of its own jobs, and the feeds that
-``reads`` names (``*``: all). A feed that any line names under ``publishes`` is opened only by the jobs of such lines.
-Every other feed belongs to the first job that opens it.
+The columns hold for the job, whichever of its tokens a call carries. A job reads the feeds of its own jobs, and
+the feeds that ``reads`` names (``*``: all). A feed that any line names under ``publishes`` is opened only by the jobs
+of such lines. Every other feed belongs to the first job that opens it.
 
 A token also opens the job ``JOB#durable-NUMBER``, in which a local tier writes, and no other name. Tokens of the job
 ``*`` are for operators of the coordinator: they may read all jobs and change none. Empty lines and lines that begin
@@ -116,7 +116,8 @@ class Tokens:
             self._refuse_unknown(digest)
             raise CoordinatorPermissionError(
                 f"the token is not for job {job!r}; it opens its own job, and that job with "
-                f"{barrier_texts.BESIDE}{barrier_texts.DURABLE} and a hexadecimal number behind it"
+                f"{barrier_texts.BESIDE}{barrier_texts.DURABLE} or {barrier_texts.BESIDE}{barrier_texts.COMMAND} and a "
+                "hexadecimal number behind it"
             )
         return owner
 

@@ -220,6 +220,20 @@ def test_readers_are_sent_to_near_holders_with_few_readers(world):
     assert len({holder.key for holder in near.holders} | {SECRET}) == 4
 
 
+def test_readers_are_told_of_different_holders_first(world):
+    world.publish(FLOOR)
+    for number in range(100):
+        who = Identity(f"holder{number}", 0, 9)
+        world.subscribe(who, number + 1)
+        world.happen(feeds.Serve(who, "f", FLOOR, b"t1000", b"h", b"", False, 0))
+    told = [[each.job for each in world.subscribe(f"reader{number}", 200 + number).holders] for number in range(20)]
+    assert len({jobs[0] for jobs in told}) > 10, "else all would ask one holder"
+    assert set().union(*told) == {f"holder{number}" for number in range(100)}
+    assert [each.job for each in world.subscribe("reader0", 200).holders] == told[0], (
+        "the same when the call is repeated"
+    )
+
+
 def test_holders_show_that_they_have_the_version(world):
     world.publish(FLOOR)
     holder = feeds.Serve(Identity("engine", 0, 9), "f", FLOOR, b"other tree", b"h", b"", True, 8)

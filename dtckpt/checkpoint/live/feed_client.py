@@ -29,3 +29,9 @@ def feed_client(coordination: Coordination) -> FeedClient:
             )
         client = _clients[coordination] = FeedClient(primary)
     return client
+
+
+def end_feed_client(coordination: Coordination) -> None:
+    """End the renewals of the client of feeds at a coordinator, if there is one."""
+    if (client := _clients.pop(coordination, None)) is not None:
+        client.close()

@@ -30,7 +30,9 @@ import torch
 
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.leaves import torch_dtype
+from dtckpt.checkpoint.live.fan_out import MAX_COPIES
 from dtckpt.checkpoint.live.feed_client import feed_client
+from dtckpt.checkpoint.live.pulls import PullService
 from dtckpt.checkpoint.live.version_checkpoint import index_digest
 from dtckpt.checkpoint.live.versions import (
     PartAddress,
@@ -40,6 +42,7 @@ from dtckpt.checkpoint.live.versions import (
     title_of_version,
 )
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.parts.announced_boxes import AnnouncedBoxes
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.layout_tags import validate_tags
 from dtckpt.checkpoint.parts.part_writer import PartInProgress, described_pieces
@@ -53,7 +56,7 @@ from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State, state_of_tree
 from dtckpt.checkpoint.saving.stored_dtypes import CAST_DTYPES, Casts
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.coordination.feeds.client import FeedClient
+from dtckpt.coordination.feeds.client import FeedClient, host_name
 from dtckpt.coordination.feeds.events import MAX_KEEP, validate_feed
 from dtckpt.errors import (
     ConfigError,
@@ -65,6 +68,7 @@ from dtckpt.errors import (
     VersionLeasedError,
 )
 from dtckpt.format.digest import bytes_digest
+from dtckpt.format.dtypes import DTYPES
 
 logger = logging.getLogger("dtckpt.live")
 
@@ -150,12 +154,14 @@ class Publisher:
         self._coordination = current_coordination()
         member = self._coordination.member
         self._client = member.client
-        self._host = os.environ.get("DTCKPT_HOST") or os.uname().nodename
+        self._host = host_name()
         where = default_folder() if folder is None else Path(folder).absolute()
         self._folder = HostFolder(
             where, job_of_feed(name, member.job), host=self._host, title="the live versions", max_nbytes=max_nbytes
         )
+        self._pulls = PullService(self._folder, max_copies=MAX_COPIES)
         self._held: dict[int, SaveId] = {}
+        self._boxes = AnnouncedBoxes(self._client)
         self._handle: SaveHandle | None = None
         self._feeds: FeedClient | None = None
         self._server: PartServer | None = None
@@ -175,7 +181,14 @@ class Publisher:
             self._folder.make()
             self._folder.remove_spare_of_the_dead()
             try:
-                self._server = PartServer(self._folder, address or own_address(), self._timeout_s, self._check_ticket)
+                self._server = PartServer(
+                    self._folder,
+                    address or own_address(),
+                    self._timeout_s,
+                    self._check_ticket,
+                    boxes=self._boxes,
+                    answer_pull=self._pulls,
+                )
             except OSError as error:
                 raise ConfigError(f"Publisher: this client cannot listen at {address!r}: {error}") from error
             number = self._feeds.open(self.name, keep=self.keep)
@@ -386,8 +399,9 @@ class Publisher:
     def _free(self, number: int, save: SaveId) -> None:
         del self._held[number]
         self._folder.remove(save, self._client)
+        self._pulls.forget(save)
         if self._server is not None:
-            self._server.forget_part()
+            self._server.forget_part(save, self._client)
 
     def _hold(self, version: _BegunVersion, collective: Collective) -> None:
         """Take digests, and make the version readable. Collective: Over all clients; barrier ``live/held``."""
@@ -399,6 +413,7 @@ class Publisher:
                 version.agreed.state, plan, file, client, NO_COPIES, tags=version.tags
             )
             index = PartIndex(save, client, file.nbytes, version.agreed.state.tree, tensors, pieces, {})
+            index = self._boxes.digested(index, file.view)
             data = index.to_bytes()
             registry.announce(
                 self.name,
@@ -415,7 +430,7 @@ class Publisher:
                 save.number,
                 endpoint=self._endpoint.to_bytes(),
                 digest=index_digest(data),
-                nbytes=sum(piece.region.numel for piece in pieces),
+                nbytes=sum(each.region.numel * DTYPES[tensors[each.tensor].dtype].itemsize for each in pieces),
             )
             return b""
 
@@ -435,7 +450,8 @@ class Publisher:
         except DtckptError as error:
             if number in self._held:
                 # It is readable, or nobody can say. It is freed as all versions are, when a newer one is published.
-                logger.warning("version %d of feed %r stays in memory for now: %s", number, self.name, error)
+                title = title_of_version(self.name, number, version.save.step)
+                logger.warning("%s stays in memory for now: %s", title, error)
                 return
         self._held.pop(number, None)
         version.part.give_back()

@@ -17,22 +17,30 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from os import PathLike
+from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
 from torch import nn
 
+from dtckpt.checkpoint.live.announcer import Announcer
 from dtckpt.checkpoint.live.coverage import validate_covered
+from dtckpt.checkpoint.live.feed_client import feed_client
+from dtckpt.checkpoint.live.publisher import default_folder
+from dtckpt.checkpoint.live.relay import PullTraffic, Relay
 from dtckpt.checkpoint.live.version_choice import VersionChoice
-from dtckpt.checkpoint.live.versions import location_of_version
+from dtckpt.checkpoint.live.versions import location_of_version, title_of_version
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group
+from dtckpt.checkpoint.parts.held_boxes import HeldBoxes
 from dtckpt.checkpoint.parts.layout_tags import validate_tags
 from dtckpt.checkpoint.restoring.aside import AsideMemory
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.restore import StagedRestore, restore_chosen, stage_restore
-from dtckpt.coordination.feeds.events import Want, validate_feed
-from dtckpt.errors import CheckpointError, ConfigError, VersionTimeoutError
+from dtckpt.coordination.connect import current_coordination
+from dtckpt.coordination.feeds.events import MAX_KEEP, Want, validate_feed
+from dtckpt.errors import CheckpointError, ConfigError, VersionTimeoutError, format_nbytes
 
 logger = logging.getLogger("dtckpt.live")
 
@@ -61,23 +69,44 @@ class LiveReport:
     Args:
         version: The version.
         nbytes_mapped: Bytes from the memory of this host.
-        nbytes_by_host: Bytes that servers sent, by host.
+        nbytes_by_host: Bytes of elements and changes that servers sent, by host.
+        nbytes_unchanged: Bytes that this client held already, as their digests told, and did not take.
+        nbytes_verified: Bytes that were compared with the publisher's digests where they arrived: in the memory of this
+            client. Of a box that came as changes, all bytes count.
+        nbytes_verified_at_source: Bytes that were compared with the publisher's digests before they were sent or
+            copied. The publisher had no digests of these boxes, as this client had not announced them yet.
         passed_over: Sources that were damaged or did not answer, and the reasons.
         seconds: From the choice of the version until every client had verified it.
         restore: The report of the restore: names that were filled, missing, unexpected and converted.
+        nbytes_pulled_by_host: Bytes that this client pulled from other hosts to serve them on, by host; reads then map
+            them.
     """
 
     version: LiveVersion
     nbytes_mapped: int
     nbytes_by_host: Mapping[str, int]
+    nbytes_unchanged: int
+    nbytes_verified: int
+    nbytes_verified_at_source: int
     passed_over: tuple[str, ...]
     seconds: float
     restore: RestoreReport | None = field(repr=False)
+    nbytes_pulled_by_host: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def nbytes_received(self) -> int:
         """Bytes from all sources."""
         return self.nbytes_mapped + sum(self.nbytes_by_host.values())
+
+
+def _log_taken(report: LiveReport) -> None:
+    version = report.version
+    logger.info(
+        "%s is in the target: this client received %s in %.3f s",
+        title_of_version(version.feed, version.number, version.step),
+        format_nbytes(report.nbytes_received),
+        report.seconds,
+    )
 
 
 class StagedVersion:
@@ -136,6 +165,14 @@ class Subscriber:
             Of others this reader expects none. See `dtckpt.Publisher.publish`.
         max_staging_nbytes: Bound on the memory beside the target. Default: none.
         timeout_s: Longest wait for each answer of a publisher's client, in seconds.
+        serve: Whether to keep the version in the memory of this host, and to serve it to further readers.
+        folder: A directory in the memory of this host for these versions. Default: as for `Publisher`.
+        keep: How many of them stay. While the next one is pulled there is one more.
+        address: Address at which other hosts reach this client, if it serves. Default: as for `Publisher`.
+
+    Raises:
+        ConfigError: A value is out of range.
+        LayoutError: The target does not cover the modules.
     """
 
     def __init__(
@@ -150,8 +187,14 @@ class Subscriber:
         layout_tags: Mapping[str, str] = MappingProxyType({}),
         max_staging_nbytes: int | None = None,
         timeout_s: float = 60.0,
+        serve: bool = False,
+        folder: str | PathLike[str] | None = None,
+        keep: int = 1,
+        address: str | None = None,
     ) -> None:
         validate_feed(name)
+        if type(keep) is not int or not 1 <= keep <= MAX_KEEP:
+            raise ConfigError(f"Subscriber: keep is {keep!r}; expected 1 to {MAX_KEEP} versions")
         if target is None:
             raise ConfigError("Subscriber: expected a target; `dtckpt.restore('live://feed')` makes new tensors")
         self.name = name
@@ -164,6 +207,11 @@ class Subscriber:
         self._layout_tags = dict(layout_tags)
         self._timeout_s = timeout_s
         self._aside = AsideMemory(max_staging_nbytes)
+        self._held_in_place = HeldBoxes()
+        self._announcer = Announcer()
+        self._relay: Relay | None = None
+        self._serve, self._keep, self._address = serve, keep, address
+        self._folder = default_folder() if folder is None else Path(folder).absolute()
         self._version: LiveVersion | None = None
         self._is_mixed = False
         self._staged: StagedVersion | None = None
@@ -186,8 +234,13 @@ class Subscriber:
         return self._is_mixed
 
     def invalidate(self) -> None:
-        """Forget which version the target has, as its memory was changed: the next update takes even the same one."""
+        """Forget which version the target has, as its memory was changed: the next update takes even the same one.
+
+        The update takes all bytes.
+        """
         self._version = None
+        self._aside.held.clear()
+        self._held_in_place.clear()
 
     def fetch(self, *, newer: bool = True, step: int | None = None, timeout_s: float = 60.0) -> StagedVersion:
         """Read a version beside the target. When this returns, every client has verified its part of it.
@@ -207,7 +260,7 @@ class Subscriber:
             SourceLostError: The publisher's clients that have it are lost.
             DtckptError: As `dtckpt.restore`. The target is as it was, whatever is raised.
         """
-        choice, start = self._choice(timeout_s, step, newer=newer), time.monotonic()
+        choice, start = self._choice(timeout_s, step, self._aside.held, newer=newer), time.monotonic()
         if self._staged is not None:
             self._staged.drop()  # the new version takes its memory
         staged = stage_restore(
@@ -253,7 +306,7 @@ class Subscriber:
         return self._version
 
     def _read_in_place(self, *, newer: bool, step: int | None, timeout_s: float) -> None:
-        choice, start = self._choice(timeout_s, step, newer=newer), time.monotonic()
+        choice, start = self._choice(timeout_s, step, self._held_in_place, newer=newer), time.monotonic()
         reports = list[RestoreReport]()
         if self._staged is not None:
             self._staged.drop()  # to apply it later would take the target back
@@ -277,6 +330,7 @@ class Subscriber:
             raise
         self.report = self._report_of(choice, start, reports[-1])
         self._version, self._is_mixed = self.report.version, False
+        _log_taken(self.report)
 
     def _apply(self, staged: StagedVersion) -> Any:
         restore, staged._staged = staged._staged, None
@@ -285,14 +339,36 @@ class Subscriber:
         self._version, self._is_mixed, self._staged = None, True, None
         result = restore.apply()
         self._version, self._is_mixed, self.report = staged.version, False, staged.report
+        _log_taken(staged.report)
         return result
 
-    def _choice(self, timeout_s: float, step: int | None, *, newer: bool) -> VersionChoice:
+    def _choice(self, timeout_s: float, step: int | None, held: HeldBoxes, *, newer: bool) -> VersionChoice:
         newer_than = self._version.number if newer and self._version is not None else 0
         want = Want(newer_than=newer_than, step=step, allow_rewound=self._allow_rewound)
         return VersionChoice(
-            self.name, want, wait_s=timeout_s, timeout_s=self._timeout_s, layout_tags=self._layout_tags
+            self.name,
+            want,
+            wait_s=timeout_s,
+            timeout_s=self._timeout_s,
+            layout_tags=self._layout_tags,
+            held=held,
+            announcer=self._announcer,
+            relay=self._open_relay(),
         )
+
+    def _open_relay(self) -> Relay | None:
+        if self._serve and self._relay is None:
+            coordination = current_coordination()
+            self._relay = Relay(
+                self.name,
+                feed_client(coordination),
+                coordination.member,
+                folder=self._folder,
+                keep=self._keep,
+                address=self._address,
+                timeout_s=self._timeout_s,
+            )
+        return self._relay
 
     def _restore_options(self, wait_s: float) -> RestoreOptions:
         # The others wait for the leader, which waits for a version.
@@ -302,8 +378,18 @@ class Subscriber:
         lease, traffic = choice.lease, choice.opened[-1].parts.traffic
         assert lease is not None  # noqa: S101  a version was read
         version = LiveVersion(self.name, lease.number, lease.step, lease.is_rewound)
+        pulled = PullTraffic() if self._relay is None else self._relay.traffic
         return LiveReport(
-            version, traffic.local, dict(traffic.by_host), tuple(traffic.damaged), time.monotonic() - start, restore
+            version,
+            traffic.local,
+            dict(traffic.by_host),
+            traffic.unchanged,
+            traffic.verified,
+            traffic.verified_at_source,
+            (*pulled.passed_over, *traffic.damaged),
+            time.monotonic() - start,
+            restore,
+            pulled.by_host,
         )
 
     def __enter__(self) -> Subscriber:
@@ -315,7 +401,10 @@ class Subscriber:
         self.close()
 
     def close(self) -> None:
-        """Free the memory beside the target. Local."""
+        """Free the memory beside the target, and serve nothing more. Local."""
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
         if self._staged is not None:
             self._staged.drop()
             self._staged = None

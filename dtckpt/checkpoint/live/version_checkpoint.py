@@ -1,21 +1,21 @@
-"""Open a live version: the parts that its publisher's clients hold, as an open checkpoint.
+"""Open a live version: the parts that its publisher's clients and relays hold, as an open checkpoint.
 
-A reader on the publisher's host maps the parts into its memory; other readers ask the publisher's servers for the boxes
-that they need. Either way each byte is compared with the publisher's digest, and each index with the digest that the
-registry told.
+A reader on the host of a publisher or a relay maps the parts; other readers ask servers for the boxes
+that they need (`dtckpt.checkpoint.live.sources`). Each byte is compared with the publisher's digest, and each
+index with the digest that the registry told.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from dtckpt.checkpoint.live.versions import KIND, PartAddress, location_of_version, save_of_version, title_of_version
+from dtckpt.checkpoint.live.sources import holders_of
+from dtckpt.checkpoint.live.versions import KIND, location_of_version, save_of_version, title_of_version
+from dtckpt.checkpoint.parts.held_boxes import HeldBoxes
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.part_files import PartCheckpoint, PartFiles, PartHolder
-from dtckpt.checkpoint.parts.peers import Peer
 from dtckpt.checkpoint.parts.records import PartIndex, SaveId
 from dtckpt.comm.background_threads import Pool
 from dtckpt.coordination.feeds.leases import FeedLease, FeedSource
@@ -35,13 +35,20 @@ def index_digest(file: bytes) -> bytes:
 
 
 def open_version(
-    lease: FeedLease, timeout_s: float, layout_tags: Mapping[str, str] = MappingProxyType({})
+    lease: FeedLease,
+    timeout_s: float,
+    held: HeldBoxes | None = None,
+    *,
+    own: HostFolder | None = None,
+    layout_tags: Mapping[str, str] = MappingProxyType({}),
 ) -> PartCheckpoint:
     """Open a version for reading. Local. Reads raise once the lease is over, as `FeedLease.raise_if_over`.
 
     Args:
         lease: A live lease on the version.
         timeout_s: Longest wait for each answer of a publisher's client.
+        held: What the memory holds that is read into.
+        own: The folder of this reader's own relay.
         layout_tags: The layout tags that the reader expects, by glob on the names of tensors.
 
     Raises:
@@ -51,7 +58,9 @@ def open_version(
     save = save_of_version(lease.feed, lease.number, lease.step, len(lease.parts))
     title = title_of_version(lease.feed, lease.number, lease.step)
     with Pool(min(MAX_ASKED, max(1, len(lease.parts))), "dtckpt-live-indexes") as pool:
-        found = list(pool.map(lambda part: _open_part(save, part, timeout_s), lease.parts))
+        found = list(
+            pool.map(lambda part: _open_part(part, holders_of(lease, part, save, timeout_s, own), save), lease.parts)
+        )
     lost = {part.client: reason for part, (_, _, reason) in zip(lease.parts, found, strict=True) if reason}
     if lost:
         raise SourceLostError(f"{title} cannot be read: {capped(f'client {c}: {why}' for c, why in lost.items())}")
@@ -63,6 +72,7 @@ def open_version(
         holders,
         kind=KIND,
         title=title,
+        held=held,
         lost_error=SourceLostError,
         # A reader whose process stood still may find that its lease is over, and other elements in the memory.
         validate_held=lease.raise_if_over,
@@ -73,15 +83,14 @@ def open_version(
     return PartCheckpoint(files, location, is_remote=is_remote, layout_tags=layout_tags)
 
 
-def _open_part(save: SaveId, part: FeedSource, timeout_s: float) -> tuple[PartIndex | None, Sequence[PartHolder], str]:
+def _open_part(
+    part: FeedSource, sources: Iterable[PartHolder], save: SaveId
+) -> tuple[PartIndex | None, Sequence[PartHolder], str]:
     """Return the index of a client's part, where the part is, and why there is none."""
     failures: list[str] = []
-    endpoint = PartAddress.from_bytes(part.endpoint)
     index: PartIndex | None = None
     holders: list[PartHolder] = []
-    folder = _folder_here(endpoint)
-    peer = Peer(endpoint.url, endpoint.host, part.ticket.hex(), timeout_s)
-    for holder in [*([PartHolder(endpoint.host, folder)] if folder else []), PartHolder(endpoint.host, peer)]:
+    for holder in sources:
         try:
             if index is None:
                 index = _read_index(holder, save, part)
@@ -101,11 +110,3 @@ def _read_index(holder: PartHolder, save: SaveId, part: FeedSource) -> PartIndex
                 raise CheckpointCorruptError(f"client {part.client} announced the index of another part")
             return index
     raise CheckpointCorruptError(f"the index of client {part.client} is not the one that it announced")
-
-
-def _folder_here(endpoint: PartAddress) -> HostFolder | None:
-    """Return the folder of a part, if it is on this host."""
-    if not endpoint.folder:
-        return None
-    folder = HostFolder(Path(endpoint.folder), endpoint.root, host=endpoint.host, title="the live versions")
-    return folder if endpoint.token and folder.token() == endpoint.token else None

@@ -13,18 +13,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.live.announcer import Announcer
 from dtckpt.checkpoint.live.feed_client import feed_client
+from dtckpt.checkpoint.live.relay import Relay
 from dtckpt.checkpoint.live.version_checkpoint import open_version
-from dtckpt.checkpoint.live.versions import parse_location
+from dtckpt.checkpoint.live.versions import parse_location, title_of_version
+from dtckpt.checkpoint.parts.held_boxes import HeldBoxes
 from dtckpt.checkpoint.parts.part_files import PartCheckpoint
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.timing import BARRIER
+from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.coordination.feeds.client import FeedClient
 from dtckpt.coordination.feeds.events import APPLIED, FAILED, Want
 from dtckpt.coordination.feeds.leases import FeedLease
-from dtckpt.errors import CoordinationError
+from dtckpt.errors import CheckpointNotFoundError, DtckptError, VersionGoneError, VersionTimeoutError
 from dtckpt.format.digest import bytes_digest
 from dtckpt.storage.location import Location
 
@@ -45,6 +49,9 @@ class VersionChoice:
         timeout_s: Longest wait for each answer of the publisher.
         layout_tags: The layout tags that the reader expects; see `dtckpt.Subscriber`.
         group: Name of these clients among all readers of their job; default: made of their numbers.
+        held: What the memory holds that is read into.
+        announcer: Announces the boxes that were read, for later versions.
+        relay: Keeps the version on this host, and serves it to further readers.
 
     Attributes:
         lease: The lease on the version that was chosen last.
@@ -57,6 +64,9 @@ class VersionChoice:
     timeout_s: float = TIMEOUT_S
     layout_tags: Mapping[str, str] = field(default_factory=dict)
     group: str = ""
+    held: HeldBoxes | None = None
+    announcer: Announcer | None = None
+    relay: Relay | None = None
     lease: FeedLease | None = None
     opened: list[PartCheckpoint] = field(default_factory=list)
 
@@ -92,7 +102,10 @@ class VersionChoice:
                 self.lease = feeds.subscribe(
                     self.feed, want=Want(number=number), group=group, lease_id=lease_id, timeout_s=self.timeout_s
                 )
-            checkpoint = open_version(self.lease, self.timeout_s, self.layout_tags)
+            if self.relay is not None:
+                self.lease = self.relay.hold(self.lease)
+            own = None if self.relay is None else self.relay.folder
+            checkpoint = open_version(self.lease, self.timeout_s, self.held, own=own, layout_tags=self.layout_tags)
             self.opened = [checkpoint]
             return checkpoint
 
@@ -102,17 +115,19 @@ class VersionChoice:
             lease_id, number = json.loads(payloads[collective.leader])
             yield open_
             outcome = APPLIED
+            if self.announcer is not None and self.lease is not None:
+                self.announcer.announce(self.lease, self.opened[-1].parts)
         finally:
             _end(feeds, self.lease, outcome)
 
 
 def _end(feeds: FeedClient, lease: FeedLease | None, outcome: str) -> None:
-    """Let a lease end. If the coordinator does not hear it, it ends by itself: what was read stays what it is."""
+    """Tell the coordinator that a lease is needed no more. If it cannot be told, the lease ends with this process."""
     if lease is not None:
         try:
             feeds.done(lease, outcome)
-        except CoordinationError as error:
-            logger.warning("the lease on version %d of feed %r was not given back: %s", lease.number, lease.feed, error)
+        except DtckptError as error:  # what was read is read, and an error of the read must not be hidden
+            logger.warning("%s stays leased for now: %s", title_of_version(lease.feed, lease.number, lease.step), error)
 
 
 def _group_of(collective: Collective) -> str:
@@ -140,15 +155,26 @@ class LiveCheckpoint(Checkpoint):
         _end(self._feeds, self.lease, APPLIED)
 
 
-def open_live(location: object) -> LiveCheckpoint:
+def open_live(location: object, *, coordination: Coordination | None = None, wait_s: float = 0.0) -> LiveCheckpoint:
     """Open the newest version of a feed, or the newest of a step. Local; the lease lasts until it is closed.
 
-    Raises: as `VersionChoice`.
+    Args:
+        location: ``live://feed`` or ``live://feed@step``.
+        coordination: Of the reader; default: of this process.
+        wait_s: How long to wait for such a version.
+
+    Raises:
+        CheckpointNotFoundError: There is no such version in time.
+        SourceLostError: The clients that have it are lost.
+        ConfigError: There is no coordinator, or the location is malformed.
     """
-    choice, feeds = VersionChoice.of_location(location), feed_client(current_coordination())
-    lease = feeds.subscribe(
-        choice.feed, want=choice.want, group=f"client {current_coordination().member.client}", timeout_s=choice.wait_s
-    )
+    coordination = current_coordination() if coordination is None else coordination
+    choice, feeds = VersionChoice.of_location(location), feed_client(coordination)
+    group = f"client {coordination.member.client}"
+    try:
+        lease = feeds.subscribe(choice.feed, want=choice.want, group=group, timeout_s=wait_s)
+    except (VersionTimeoutError, VersionGoneError) as error:
+        raise CheckpointNotFoundError(f"there is no version at {location}: {error}") from None
     try:
         opened = open_version(lease, choice.timeout_s)
     except BaseException:

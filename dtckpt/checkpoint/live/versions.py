@@ -23,7 +23,7 @@ _LOCATION = re.compile(r"(?P<feed>[^@]+)(?:@(?P<step>\d{1,18}))?")
 
 
 def job_of_feed(feed: str, job: str) -> str:
-    """Return what tells the parts of a job's feed from others in a host's folder."""
+    """Return the name of a job's feed in a host's folder, which tells its parts from others."""
     return f"{SCHEME}://{feed} of {job}"
 
 

@@ -371,6 +371,11 @@ class HostFolder:
                 with suppress(OSError):
                     self._files.remove_tree(folder.name)
 
+    def remove_save(self, save: SaveId) -> None:
+        """Remove the parts of a save, whichever process wrote them."""
+        with suppress(OSError):
+            self._files.remove_tree(save.name)
+
     def remove_before(self, number: int) -> None:
         """Remove the saves of smaller numbers, whichever process wrote them."""
         for save, folder in list(self._saves()):
@@ -395,11 +400,15 @@ class HostFolder:
             if [entry.name for entry in self.path.iterdir()] == [_JOB]:
                 self._files.remove([_JOB])
 
-    def close(self) -> None:
-        """Give the memory back that waits to be used again."""
+    def remove_spare(self) -> None:
+        """Remove the files that wait to be used again. Processes that have mapped one keep its memory."""
         with self._lock:
             spare, self._spare = self._spare, []
         for file in spare:
             with suppress(OSError):
                 self._remove_spare(file.path)
+
+    def close(self) -> None:
+        """Give the memory back that waits to be used again."""
+        self.remove_spare()
         _in_use.discard(self._owner)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from dtckpt.checkpoint.parts.host_folder import HostFolder
-from dtckpt.checkpoint.parts.records import PartIndex, PartPiece, SaveId
+from dtckpt.checkpoint.parts.records import PartIndex, PartPiece, PartTensor, SaveId
+from dtckpt.checkpoint.reading.read_chunks import convert, cut
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.format.digest import buffer_of
+from dtckpt.format.digest import as_bytes, buffer_of
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
 
@@ -25,7 +28,29 @@ def piece_seed(name: str, region: Region) -> int:
 
 def piece_digest(name: str, region: Region, elements: np.ndarray[Any, Any]) -> int:
     """Return the digest of a box's elements."""
-    return xxhash.xxh3_64_intdigest(buffer_of(elements), seed=piece_seed(name, region))
+    seed = piece_seed(name, region)
+    if elements.flags.c_contiguous:
+        return xxhash.xxh3_64_intdigest(buffer_of(elements), seed=seed)
+    digest = xxhash.xxh3_64(seed=seed)
+    for span in spans(elements.shape, elements.itemsize):
+        digest.update(buffer_of(cut(elements, span)))
+    return digest.intdigest()
+
+
+def spans(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
+    """Yield the parts of an array, in C order, each of at most `SPAN_NBYTES`."""
+    if not shape or math.prod(shape) * itemsize <= SPAN_NBYTES:
+        yield tuple(slice(0, size) for size in shape)
+        return
+    first, *rest = shape
+    rows = SPAN_NBYTES // (math.prod(rest) * itemsize)
+    if rows:
+        for start in range(0, first, rows):
+            yield slice(start, min(start + rows, first)), *(slice(0, size) for size in rest)
+        return
+    for row in range(first):
+        for span in spans(rest, itemsize):
+            yield slice(row, row + 1), *span
 
 
 def elements_of(data: memoryview, piece: PartPiece, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
@@ -83,26 +108,63 @@ class OpenPart:
         except (OSError, ValueError) as error:  # an empty file cannot be mapped
             raise CheckpointCorruptError(f"the part of client {client} cannot be read: {error}") from error
         self.path = folder.data_path(save, client)
+        self._start = np.frombuffer(self._data, np.uint8).ctypes.data
         self._verified: dict[int, np.ndarray[Any, Any]] = {}
+        self.digests = self.index.digests()
+        """Digests of pieces and announced boxes, by tensor and region."""
+        self._numbers: dict[str, list[int]] = {}
+        for number, piece in enumerate(self.index.pieces):
+            self._numbers.setdefault(self.index.tensors[piece.tensor].name, []).append(number)
 
-    def copy_whole(self, number: int, into: memoryview) -> None:
-        """Copy a dense piece to memory of its size, and verify the copy. Raises: as `verified_elements`."""
+    def tensor(self, number: int) -> PartTensor:
+        """Return the tensor of a piece."""
+        return self.index.tensors[self.index.piece(number).tensor]
+
+    def region(self, number: int, box: Region) -> Region:
+        """Return the region of the tensor that a box of a piece is."""
+        return box.translate(self.index.piece(number).region.offset)
+
+    def find(self, tensor: PartTensor, region: Region) -> np.ndarray[Any, Any] | None:
+        """Return the elements of a region of a tensor, unverified, if they lie in one piece of this part."""
+        for number in self._numbers.get(tensor.name, ()):
+            piece = self.index.pieces[number]
+            found = self.index.tensors[piece.tensor]
+            if (found.shape, found.dtype) == (tensor.shape, tensor.dtype) and piece.region.contains(region):
+                return self.view(number, region.relative_to(piece.region))
+        return None
+
+    def offset(self, view: np.ndarray[Any, Any]) -> int:
+        """Return the place of a view's first byte in the file."""
+        return int(view.ctypes.data) - self._start
+
+    def view(self, number: int, box: Region) -> np.ndarray[Any, Any]:
+        """Return the elements of a box of a piece, which nobody has verified. Raises: as `verified_elements`."""
         piece = self.index.piece(number)
-        name = self.index.tensors[piece.tensor].name
-        digest = xxhash.xxh3_64(seed=piece_seed(name, piece.region))
-        source = self._data[piece.offset : piece.offset + len(into)]
-        if len(source) < len(into):
-            raise CheckpointCorruptError(
-                f"the part of client {self.index.client} is cut short at {name!r} {piece.region}"
-            )
-        for start in range(0, len(into), SPAN_NBYTES):
-            span = into[start : start + SPAN_NBYTES]
-            span[:] = source[start : start + SPAN_NBYTES]
-            digest.update(span)
-        if digest.intdigest() != piece.digest:
-            raise CheckpointCorruptError(
-                f"the part of client {self.index.client} is damaged at {name!r} {piece.region}"
-            )
+        try:
+            elements = elements_of(self._data, piece, DTYPES[self.index.tensors[piece.tensor].dtype])
+        except ValueError as error:
+            raise CheckpointCorruptError(f"the part of client {self.index.client} is cut short: {error}") from error
+        return cut(elements, box.slices())
+
+    def copy(self, number: int, box: Region, digest: int, target: np.ndarray[Any, Any]) -> None:
+        """Copy a box of a piece to memory of its shape, and compare what arrived with the box's digest.
+
+        Raises: as `verified_elements`.
+        """
+        name, region = self.tensor(number).name, self.region(number, box)
+        source, found = self.view(number, box), xxhash.xxh3_64(seed=piece_seed(name, region))
+        for span in spans(box.shape, source.itemsize):
+            part, into = cut(source, span), cut(target, span)
+            if target.dtype == source.dtype:
+                convert(part, into)
+                found.update(as_bytes(into).data)
+            else:
+                # Of converted elements there is no digest. A copy of this process cannot change meanwhile.
+                arrived = part.copy()
+                found.update(as_bytes(arrived).data)
+                convert(arrived, into)
+        if found.intdigest() != digest:
+            raise CheckpointCorruptError(f"the part of client {self.index.client} is damaged at {name!r} {region}")
 
     def elements(self, number: int) -> np.ndarray[Any, Any]:
         """Return the elements of a piece. Raises: as `verified_elements`."""

@@ -15,16 +15,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from typing_extensions import override
 
+from dtckpt.checkpoint.parts.announced_boxes import Box
+from dtckpt.checkpoint.parts.changes import WORDS
+from dtckpt.checkpoint.parts.held_boxes import BoxContent, HeldBoxes
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.layout_tags import validate_expected_tags
-from dtckpt.checkpoint.parts.open_part import OpenPart, piece_seed
+from dtckpt.checkpoint.parts.open_part import OpenPart, piece_digest, piece_seed
 from dtckpt.checkpoint.parts.peers import BoxRequest, Peer
 from dtckpt.checkpoint.parts.records import PartCopy, PartIndex, SaveId
 from dtckpt.checkpoint.parts.server import MAX_BOXES
@@ -57,13 +60,21 @@ class PartTraffic:
 
     Args:
         local: Bytes from this host's memory.
-        by_host: Bytes from other hosts.
+        by_host: Bytes that other hosts sent.
+        verified: Bytes that were compared with the digest of the save where they arrived.
+        verified_at_source: Bytes that were compared before they were sent or copied.
+        unchanged: Bytes that the memory held already.
+        has_begun: Whether a read has begun, so that memory may have been written.
         damaged: The hosts that were passed over, and the reasons.
         damaged_copies: The copies of parts that turned out to be damaged.
     """
 
     local: int = 0
     by_host: dict[str, int] = field(default_factory=dict)
+    verified: int = 0
+    verified_at_source: int = 0
+    unchanged: int = 0
+    has_begun: bool = False
     damaged: list[str] = field(default_factory=list)
     damaged_copies: set[PartCopy] = field(default_factory=set)
 
@@ -97,6 +108,8 @@ class _BoxRead:
         box: The box, relative to the piece.
         target: The memory.
         dtype: The stored dtype.
+        content: The digest of the box in this save.
+        held: What the memory holds already, if that is known.
     """
 
     client: int
@@ -105,6 +118,8 @@ class _BoxRead:
     box: Region
     target: np.ndarray[Any, Any]
     dtype: np.dtype[Any]
+    content: BoxContent
+    held: BoxContent | None
 
     @property
     def nbytes(self) -> int:
@@ -115,13 +130,27 @@ class _BoxRead:
         """Whether bytes go to the target without a conversion."""
         return self.target.dtype == self.dtype and self.target.flags.c_contiguous
 
+    @property
+    def base(self) -> int | None:
+        """The digest of the box of another save that the memory holds, if changes from there could be applied."""
+        held, content = self.held, self.content
+        can_change = self.target.dtype == self.dtype and self.dtype.itemsize in WORDS and content.digest is not None
+        is_same_box = held is not None and (held.tensor, held.region) == (content.tensor, content.region)
+        return held.digest if held is not None and is_same_box and can_change else None
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether the memory that holds the box was compared with a digest of it, if there is one to compare with."""
+        has_one = self.content.digest is not None and self.target.dtype == self.dtype
+        return self.held is not None and (self.held.digest is not None or not has_one)
+
     @contextmanager
     def buffer(self) -> Iterator[memoryview]:
         """Yield memory for the box: the target's own, or memory whose elements are converted at the end."""
         if self.is_direct:
             yield as_bytes(self.target).data
             return
-        elements = np.empty(self.box.shape, self.dtype)
+        elements = np.empty(self.box.shape, self.dtype) if self.base is None else self.target.copy()
         yield as_bytes(elements).data
         convert(elements, self.target)
 
@@ -143,11 +172,13 @@ class PartFiles(CheckpointFiles):
         holders: By client whose part it is, the hosts to ask for it, in this order.
         kind: The kind of the checkpoint.
         title: Names the save in messages, as ``step 7 of the local tier``.
+        held: What the memory holds that is read into; default: nothing is known of it.
         lost_error: Raised if no host that holds a part answers.
         validate_held: Called after each read, before what it brought counts; raises if the parts may have been freed
             meanwhile. Default: they are not.
 
     Attributes:
+        boxes: By client, the boxes of its pieces that were read or held, but for whole pieces; empty without ``held``.
         tags: The layout tags of the tensors.
     """
 
@@ -164,6 +195,7 @@ class PartFiles(CheckpointFiles):
         *,
         kind: str,
         title: str,
+        held: HeldBoxes | None = None,
         lost_error: type[DtckptError] = CheckpointCorruptError,
         validate_held: Callable[[], object] = lambda: None,
     ) -> None:
@@ -172,6 +204,11 @@ class PartFiles(CheckpointFiles):
         self.save = save
         self.indexes = indexes
         self.traffic = PartTraffic()
+        self.boxes: dict[int, set[Box]] = defaultdict(set)
+        self._held = held
+        self._asked: set[str] = set()
+        """Tensors that clients would read together, unless they hold them."""
+        self._digests: dict[Box, int] = {}
         self._lock = threading.Lock()
         self.identity = save.name
         self._holders = holders
@@ -186,6 +223,7 @@ class PartFiles(CheckpointFiles):
         pieces: dict[str, list[Piece]] = defaultdict(list)
         facts: dict[str, tuple[tuple[int, ...], str, str, Any]] = {}
         for client, index in sorted(self.indexes.items()):
+            self._digests |= index.digests()
             for tensor in index.tensors:
                 own = tensor.shape, tensor.dtype, tensor.tag
                 if facts.setdefault(tensor.name, (*own, tensor.layout))[:3] != own:
@@ -235,16 +273,24 @@ class PartFiles(CheckpointFiles):
         count: Callable[[int], object],
     ) -> int:
         self._validate_held()
+        if self._held is not None and not self.traffic.has_begun:
+            self._held.begin()
+        self.traffic.has_begun = True
         # `max_in_flight` bounds nothing: local reads need no memory, and the others are few at a time.
+        held: list[_BoxRead] = []
         local: list[_BoxRead] = []
         remote: dict[int, list[_BoxRead]] = defaultdict(list)
         for read in self._reads(requests):
-            (remote[read.client] if read.here is None else local).append(read)
+            if read.held is not None and read.held.equals(read.content):
+                held.append(read)
+            else:
+                (remote[read.client] if read.here is None else local).append(read)
         total = 0
         with ThreadPoolExecutor(max(REQUESTS, spare_threads()), thread_name_prefix="dtckpt-tier") as pool:
             batches = [batch for reads in remote.values() for batch in _batches(reads)]
             waiting = [pool.submit(self._read_from_peers, batch) for batch in batches]
             waiting += [pool.submit(self._read_here, batch) for batch in _batches(local)]
+            waiting += [pool.submit(self._confirm, batch) for batch in _batches(held)]
             try:
                 for future in waiting:
                     nbytes = future.result()
@@ -265,18 +311,53 @@ class PartFiles(CheckpointFiles):
             validate_convertible(name, tensor.dtype, buffers)
             for region, buffer in buffers:
                 found = 0
-                for piece in tensor.pieces:
-                    common = piece.region.intersect(region)
-                    if common is None:
-                        continue
-                    client, number = self._numbers[name, piece.region]
-                    target = cut(buffer, common.relative_to(region).slices())
-                    box = common.relative_to(piece.region)
-                    found += box.numel
-                    here = self._place_here(name, piece.region)
-                    yield _BoxRead(client, number, here, box, target, DTYPES[tensor.dtype])
+                for content, target in self._contents(name, region, buffer):
+                    client, number = self._numbers[name, content.piece]
+                    found += content.region.numel
+                    held = None
+                    if self._held is not None:
+                        held = self._held.take(target)
+                        if content.region != content.piece:
+                            self.boxes[client].add((name, content.region))
+                    here, box = self._place_here(name, content.piece), content.region.relative_to(content.piece)
+                    yield _BoxRead(client, number, here, box, target, DTYPES[tensor.dtype], content, held)
                 if found != region.numel:
                     raise RegionNotFoundError(f"{region} of tensor {name!r} was not saved whole in {self._title}")
+
+    def _contents(
+        self, name: str, region: Region, buffer: np.ndarray[Any, Any]
+    ) -> Iterator[tuple[BoxContent, np.ndarray[Any, Any]]]:
+        """Yield the boxes of pieces that make a region of a tensor, each with its part of the region's memory."""
+        for piece in self.index.tensors[name].pieces:
+            common = piece.region.intersect(region)
+            if common is not None:
+                client, number = self._numbers[name, piece.region]
+                of_piece = self.indexes[client].pieces[number].digest
+                content = BoxContent(name, common, self._digests.get((name, common)), piece.region, of_piece)
+                yield content, cut(buffer, common.relative_to(region).slices())
+
+    def is_held(self, name: str, buffers: RegionBuffers) -> bool:
+        """As `Checkpoint.is_held`."""
+        held = self._held
+        self._asked.add(name)
+        if held is None or held.tensors.get(name) != self._digest_of(name):
+            return False
+        return all(held.has(memory, content) for each in buffers for content, memory in self._contents(name, *each))
+
+    def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:
+        """As `Checkpoint.note_filled`."""
+        if self._held is None:
+            return
+        for name, buffers in tensors:
+            for each in buffers:
+                for content, memory in self._contents(name, *each):
+                    self._held.note(memory, content)
+        self._held.note_whole({name: self._digest_of(name) for name in self._asked})
+
+    def _digest_of(self, name: str) -> int:
+        """Return a digest of all pieces of a tensor."""
+        regions = (piece.region for piece in self.index.tensors[name].pieces)
+        return bytes_digest(repr([(each, self._digests[name, each]) for each in regions]).encode())
 
     def _place_here(self, name: str, region: Region) -> tuple[int, int] | None:
         """Return where this host has a piece: the client whose part or near copy it is, and its number there."""
@@ -289,6 +370,20 @@ class PartFiles(CheckpointFiles):
             return None
         return near
 
+    def _confirm(self, batch: Sequence[_BoxRead]) -> int:
+        """Take boxes that the memory is said to hold; read those that it does not."""
+        nbytes = 0
+        for read in batch:
+            assert self._held is not None  # noqa: S101  else nothing is held
+            if (read.is_verified and self._held.is_private(read.target)) or _has_digest(read):
+                self._held.note(read.target, read.content)
+                with self._lock:
+                    self.traffic.unchanged += read.nbytes
+            else:
+                other = replace(read, held=None)
+                nbytes += self._read_from_peers([other]) if read.here is None else self._read_here([other])
+        return nbytes
+
     def _read_here(self, batch: Sequence[_BoxRead]) -> int:
         """Read boxes of this host's parts; boxes that are damaged here come from another host."""
         nbytes = 0
@@ -296,9 +391,9 @@ class PartFiles(CheckpointFiles):
             assert read.here is not None  # noqa: S101  else it is not read here
             client, number = read.here
             try:
-                part, piece = self._own_part(client), self.indexes[client].piece(number)
-                if read.is_direct and piece.is_dense and read.box.shape == piece.region.shape:
-                    part.copy_whole(number, as_bytes(read.target).data)
+                part, digest = self._own_part(client), read.content.digest
+                if digest is not None:
+                    part.copy(number, read.box, digest, read.target)
                 else:
                     convert(cut(part.elements(number), read.box.slices()), read.target)
             except CheckpointCorruptError as error:
@@ -308,7 +403,7 @@ class PartFiles(CheckpointFiles):
                     self.traffic.damaged_copies.update(PartCopy(client, host) for host in own)
                 nbytes += self._read_from_peers([read], error)
                 continue
-            self._count(None, read.nbytes)
+            self._count(None, read.nbytes, [read])
             nbytes += read.nbytes
         return nbytes
 
@@ -344,40 +439,51 @@ class PartFiles(CheckpointFiles):
             try:
                 with ExitStack() as delivery:
                     boxes = [self._request(read, delivery.enter_context(read.buffer())) for read in batch]
-                    holder.source.read(self.save, client, boxes)
+                    sent = holder.source.read(self.save, client, boxes)
             except (CheckpointCorruptError, StorageError) as error:
                 self._pass_over(f"host {holder.name}", error)
                 if isinstance(error, CheckpointCorruptError):
                     self.traffic.damaged_copies.add(PartCopy(client, holder.name))
                 failure = error
                 continue
-            self._count(holder.name, nbytes)
+            self._count(holder.name, sent, batch)
             return nbytes
         is_damaged = isinstance(failure, CheckpointCorruptError)
         raise (CheckpointCorruptError if is_damaged else self._lost_error)(
             f"no host holds the part of client {client} of {self._title} undamaged: {failure}"
         ) from failure
 
-    def _count(self, host: str | None, nbytes: int) -> None:
-        """Count bytes from another host, or from this host."""
+    def _count(self, host: str | None, nbytes: int, batch: Sequence[_BoxRead]) -> None:
+        """Count boxes that were read and verified, and bytes from another host, or from this host; note the boxes."""
         with self._lock:  # reads run in several threads
             if host is None:
                 self.traffic.local += nbytes
             else:
                 self.traffic.by_host[host] = self.traffic.by_host.get(host, 0) + nbytes
+            for read in batch:
+                if read.content.digest is None:
+                    self.traffic.verified_at_source += read.nbytes
+                else:
+                    self.traffic.verified += read.nbytes
+                if self._held is not None:
+                    self._held.note(read.target, read.content)
 
     def _request(self, read: _BoxRead, buffer: memoryview) -> BoxRequest:
-        index = self.indexes[read.client]
-        piece = index.pieces[read.number]
-        is_whole = piece.is_dense and read.box.shape == piece.region.shape
-        seed = piece_seed(index.tensors[piece.tensor].name, piece.region) if is_whole else None
-        return BoxRequest(read.number, read.box, buffer, seed, piece.digest)
+        content = read.content
+        if content.digest is None:
+            return BoxRequest(read.number, read.box, buffer)
+        seed = piece_seed(content.tensor, content.region)
+        return BoxRequest(read.number, read.box, buffer, seed, content.digest, read.base, read.dtype.itemsize)
 
     def _pass_over(self, where: str, error: DtckptError) -> None:
         text = f"{where}: {error}"
         if text not in self.traffic.damaged:
             self.traffic.damaged.append(text)
             logger.warning("%s: another copy is taken, because of %s", self._title, text)
+
+    def have_digests(self, boxes: Iterable[Box]) -> bool:
+        """Whether all these boxes have digests in the save."""
+        return all(box in self._digests for box in boxes)
 
     # --- checks -------------------------------------------------------------------------------------------------
 
@@ -442,6 +548,22 @@ class PartCheckpoint(Checkpoint):
     def validate_wanted(self, names: Iterable[str]) -> None:
         tags = self.parts.tags
         validate_expected_tags(((name, tags[name]) for name in names), self._layout_tags, str(self.path))
+
+    @override
+    def is_held(self, name: str, buffers: RegionBuffers) -> bool:
+        return self.parts.is_held(name, buffers)
+
+    @override
+    def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:
+        self.parts.note_filled(tensors)
+
+
+def _has_digest(read: _BoxRead) -> bool:
+    """Whether the memory of a read has the elements that the read would bring; not known of converted elements."""
+    content = read.content
+    if read.target.dtype != read.dtype or content.digest is None:
+        return False
+    return piece_digest(content.tensor, content.region, read.target) == content.digest
 
 
 def _united_tree(indexes: Mapping[int, PartIndex]) -> trees.Node:

@@ -7,13 +7,14 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from urllib.parse import urlsplit
 
 import xxhash
 
+from dtckpt.checkpoint.parts.changes import apply_changes
 from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.checkpoint.parts.server import DIGEST_NBYTES, LENGTH_NBYTES
 from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageError, StorageFullError
@@ -32,8 +33,11 @@ class BoxRequest:
         number: Number of the piece in its part.
         box: The box, in elements of the piece.
         buffer: Memory of its size.
-        seed: If the box is a whole piece: the seed of the piece's digest, and
+        seed: If the box has a digest in the index: the seed of it, and
         digest: the digest.
+        base: If it has one, and the buffer holds the box as it is in another save: its digest there. Then the host may
+            send the changes.
+        itemsize: Bytes of an element.
     """
 
     number: int
@@ -41,6 +45,8 @@ class BoxRequest:
     buffer: memoryview
     seed: int | None = None
     digest: int = 0
+    base: int | None = None
+    itemsize: int = 1
 
 
 class Peer:
@@ -100,32 +106,68 @@ class Peer:
             data = data[stop:]
         return files
 
-    def read(self, save: SaveId, client: int, boxes: Sequence[BoxRequest]) -> None:
+    def announce(self, save: SaveId, client: int, boxes: bytes) -> None:
+        """Announce the boxes of a client's parts that this reader reads.
+
+        Args:
+            save: A save that this reader may read.
+            client: The client.
+            boxes: Their `announcement`.
+
+        Raises:
+            DtckptError: The client does not take them.
+        """
+        with self._errors_named("announce boxes") as connection:
+            connection.request("POST", f"/v1/boxes/{save.name}/{client}", boxes, self._headers)
+            self._answer_to(connection)
+
+    def read(self, save: SaveId, client: int, boxes: Sequence[BoxRequest]) -> int:
         """Read boxes of a client's part into their buffers, and verify them.
+
+        Returns:
+            The bytes of elements and changes that the host sent.
 
         Raises:
             CheckpointCorruptError: The host's copy is damaged, or the answer is.
             StorageError: The host does not answer, or refuses.
         """
-        asked = json.dumps([(each.number, each.box.offset, each.box.shape) for each in boxes])
+        nbytes, misfits = self._read(save, client, boxes)
+        if misfits:
+            # What the buffer held, or what the host made changes from, was not the base. The elements do not depend
+            # on it.
+            nbytes += self._read(save, client, [replace(each, base=None) for each in misfits])[0]
+        return nbytes
+
+    def _read(self, save: SaveId, client: int, boxes: Sequence[BoxRequest]) -> tuple[int, list[BoxRequest]]:
+        """Read boxes; return the bytes that the host sent, and the boxes that changes did not bring to their digests.
+
+        Raises: as `read`.
+        """
+        asked = json.dumps([(each.number, each.box.offset, each.box.shape, each.base) for each in boxes])
+        nbytes, misfits = 0, []
         with self._errors_named("read a part") as connection:
             connection.request("POST", f"/v1/read/{save.name}/{client}", asked, self._headers)
-            response, of_parts = self._answer_to(connection), xxhash.xxh3_64()
+            answer, of_parts = _Answer(self.host, self._answer_to(connection)), xxhash.xxh3_64()
             for each in boxes:
                 digest = of_parts if each.seed is None else xxhash.xxh3_64(seed=each.seed)
-                at = 0
-                while at < len(each.buffer):
-                    count = response.readinto(each.buffer[at : at + RECV_NBYTES])
-                    if not count:
-                        # What the host has said it would send came, or it died meanwhile.
-                        kind = StorageError if response.length else CheckpointCorruptError
-                        raise kind(f"host {self.host}: the answer ended before its length")
-                    digest.update(each.buffer[at : at + count])
-                    at += count
+                length = 0 if each.base is None else int.from_bytes(answer.take(LENGTH_NBYTES), "big")
+                if length:
+                    if length >= len(each.buffer):
+                        raise CheckpointCorruptError(f"host {self.host}: changes of a box are longer than the box")
+                    nbytes += length
+                    with suppress(ValueError):  # malformed: the digest tells
+                        apply_changes(answer.take(length), each.buffer, each.itemsize)
+                    digest.update(each.buffer)
+                    if digest.intdigest() != each.digest:
+                        misfits.append(each)
+                    continue
+                nbytes += len(each.buffer)
+                answer.fill(each.buffer, digest)
                 if each.seed is not None and digest.intdigest() != each.digest:
                     raise CheckpointCorruptError(f"host {self.host}: a piece of the part of client {client} is damaged")
-            if response.read() != of_parts.intdigest().to_bytes(DIGEST_NBYTES, "big"):
+            if answer.take(DIGEST_NBYTES) != of_parts.intdigest().to_bytes(DIGEST_NBYTES, "big") or answer.goes_on():
                 raise CheckpointCorruptError(f"host {self.host}: the answer was damaged on its way")
+        return nbytes, misfits
 
     def put(self, save: SaveId, client: int, index: bytes, data: memoryview, max_rate: float | None) -> None:
         """Give the host a copy of a part; return when it has verified the copy.
@@ -150,6 +192,40 @@ class Peer:
                 self._answer_to(connection)
                 raise
             self._answer_to(connection)
+
+
+class _Answer:
+    """The body of an answer, which must have the bytes that are read of it."""
+
+    def __init__(self, host: str, response: HTTPResponse) -> None:
+        self._host = host
+        self._response = response
+
+    def take(self, nbytes: int) -> bytes:
+        """Return the next bytes."""
+        data = self._response.read(nbytes)
+        if len(data) < nbytes:
+            raise self._ended()
+        return data
+
+    def fill(self, buffer: memoryview, digest: xxhash.xxh3_64) -> None:
+        """Read the next bytes into a buffer, and digest them."""
+        at = 0
+        while at < len(buffer):
+            count = self._response.readinto(buffer[at : at + RECV_NBYTES])
+            if not count:
+                raise self._ended()
+            digest.update(buffer[at : at + count])
+            at += count
+
+    def _ended(self) -> DtckptError:
+        # What the host has said it would send came, or it died meanwhile.
+        kind = StorageError if self._response.length else CheckpointCorruptError
+        return kind(f"host {self._host}: the answer ended before its length")
+
+    def goes_on(self) -> bool:
+        """Whether there is more of it."""
+        return bool(self._response.read(1))
 
 
 def _send(

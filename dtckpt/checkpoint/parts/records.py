@@ -119,6 +119,21 @@ class PartPiece:
 
 
 @dataclass(frozen=True, slots=True)
+class PartBox:
+    """A box of a piece that readers have announced, with a digest of its own.
+
+    Args:
+        tensor: Index of the tensor in the part.
+        region: The box.
+        digest: As that of a piece.
+    """
+
+    tensor: int
+    region: Region
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
 class PartIndex:
     """The description of one part.
 
@@ -132,6 +147,7 @@ class PartIndex:
         metrics: The metrics that client 0 passed.
         copies: Near copies behind them in the file, if it lies on the host of the client; see
             `dtckpt.checkpoint.tiers.near_copies`.
+        boxes: Boxes of the pieces that have digests of their own; see `dtckpt.checkpoint.parts.announced_boxes`.
     """
 
     save: SaveId
@@ -142,6 +158,12 @@ class PartIndex:
     pieces: tuple[PartPiece, ...]
     metrics: Mapping[str, float]
     copies: tuple[PartPiece, ...] = ()
+    boxes: tuple[PartBox, ...] = ()
+
+    def digests(self) -> dict[tuple[str, Region], int]:
+        """Return the digests of pieces and announced boxes, by tensor and region."""
+        described: tuple[PartBox | PartPiece, ...] = (*self.boxes, *self.pieces)
+        return {(self.tensors[each.tensor].name, each.region): each.digest for each in described}
 
     def piece(self, number: int) -> PartPiece:
         """Return a piece; the near copies are numbered behind the others."""
@@ -166,6 +188,8 @@ class PartIndex:
             "copies": [_piece_to_json(piece) for piece in self.copies],
             "metrics": dict(self.metrics),
         }
+        if self.boxes:
+            facts["boxes"] = [(box.tensor, box.region.offset, box.region.shape, box.digest) for box in self.boxes]
         data = zlib.compress(json.dumps(facts, separators=(",", ":")).encode(), 1)
         return bytes_digest(data).to_bytes(8, "big") + data
 
@@ -190,6 +214,7 @@ class PartIndex:
                 pieces=tuple(_piece_of_json(piece) for piece in facts["pieces"]),
                 metrics={str(name): float(value) for name, value in facts["metrics"].items()},
                 copies=tuple(_piece_of_json(piece) for piece in facts["copies"]),
+                boxes=tuple(_box_of_json(box) for box in facts.get("boxes", ())),
             )
             index._validate()
             return index
@@ -209,6 +234,9 @@ class PartIndex:
             last = sum((size - 1) * step for size, step in zip(piece.region.shape, piece.strides, strict=True))
             if piece.offset + (last + 1) * itemsize > self.nbytes:
                 raise ValueError(f"{piece.region} of {tensor.name[:200]!r} would end behind the file")
+        for box in self.boxes:
+            if box.tensor < 0 or not wholes[box.tensor][0].contains(box.region):
+                raise ValueError(f"{box.region} is not in {self.tensors[box.tensor].name[:200]!r}")
 
 
 def _tensors_to_text(tensors: tuple[PartTensor, ...]) -> str:
@@ -251,6 +279,11 @@ def _piece_of_json(facts: Sequence[Any]) -> PartPiece:
     tensor, at, shape, offset, strides, digest = facts
     region = Region(tuple(at), tuple(shape))
     return PartPiece(tensor, region, offset, c_strides(region.shape) if strides is None else tuple(strides), digest)
+
+
+def _box_of_json(facts: Sequence[Any]) -> PartBox:
+    tensor, at, shape, digest = facts
+    return PartBox(tensor, Region(tuple(at), tuple(shape)), digest)
 
 
 class PartCopy(NamedTuple):

@@ -5,11 +5,15 @@ of one attempt agree on. A process of another job, or of an earlier attempt, can
 is a ticket in the token's place, where the server takes tickets: it lets its bearer read the parts of one save.
 
     GET  /v1/indexes/<save>               the indexes of the save's parts on this host, each after its length
-    POST /v1/read/<save>/<client>         body: JSON list of [number of the piece, offset, shape], in elements of it;
-                                          answer: these boxes' elements, one after the other, then a digest of those
-                                          that are no whole pieces; these have digests in the index
+    POST /v1/read/<save>/<client>         body: JSON list of [number of the piece, offset, shape, base], in elements of
+                                          it; answer: these boxes' elements, one after the other, then a digest of those
+                                          that have none in the index. With a base, the digest of the box in another
+                                          save, each box begins with a length: of the changes from there that follow,
+                                          or 0: the elements follow
+    POST /v1/boxes/<save>/<client>        body: an `announcement` of boxes that later parts are to have digests of
     PUT  /v1/parts/<save>/<client>        body: length of the index, the index, the elements; 204 when it is verified
     GET  /v1/texts/<digest>               a text that this client keeps for the others
+    POST /v1/pull/<save>/<client>         body and answer: see `dtckpt.checkpoint.live.pulls`
 
 Errors are status codes with a text: 400 malformed, 403 wrong token, 404 not here, 409 damaged, 507 no space. A
 connection beyond `MAX_CONNECTIONS` is closed without an answer.
@@ -22,7 +26,7 @@ import json
 import math
 import socket
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -32,12 +36,15 @@ from typing import Any
 
 import xxhash
 
+from dtckpt.checkpoint.parts.announced_boxes import MAX_ANNOUNCEMENT_NBYTES, AnnouncedBoxes
+from dtckpt.checkpoint.parts.changes import WORDS, changes_between
 from dtckpt.checkpoint.parts.host_folder import HostFolder, PartFile
 from dtckpt.checkpoint.parts.open_part import OpenPart, validate_part
 from dtckpt.checkpoint.parts.records import MAX_INDEX_NBYTES, PartIndex, SaveId
 from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageFullError, TicketError
 from dtckpt.format.digest import as_bytes
 from dtckpt.format.dtypes import DTYPES
+from dtckpt.layout.region import Region
 
 LENGTH_NBYTES = DIGEST_NBYTES = 8
 RECV_NBYTES = 4 << 20
@@ -52,6 +59,9 @@ MAX_CONNECTIONS = 1024
 """Connections at a time; each has a thread."""
 MAX_REFUSED = 1024
 """Refused copies that are remembered."""
+MAX_OPEN_PARTS = 4
+"""Parts that are kept open: those of a few versions, from one to the next of which readers ask for changes."""
+AnswerPull = Callable[[SaveId, int, bytes], Sequence[bytes | memoryview]]
 
 
 class PartServer:
@@ -63,6 +73,9 @@ class PartServer:
         timeout_s: Longest wait for the rest of a request.
         check_ticket: Called with a ticket, and the save whose parts its bearer asks for; raises `TicketError` unless
             the ticket lets it read them. None: the server takes no tickets.
+        boxes: Takes the boxes that readers announce. None: they cannot.
+        answer_pull: Called with a save, a client, and the body of a request to pull its part; returns the answer.
+        is_relay: Whether the parts are another job's, so that pieces are verified in each request.
     """
 
     def __init__(
@@ -71,10 +84,15 @@ class PartServer:
         address: str,
         timeout_s: float,
         check_ticket: Callable[[str, SaveId], object] | None = None,
+        *,
+        boxes: AnnouncedBoxes | None = None,
+        answer_pull: AnswerPull | None = None,
+        is_relay: bool = False,
     ) -> None:
         self.texts: Mapping[int, bytes] = {}
         """Texts that other clients may ask for, by their digests."""
-        self._server = _Server((address, 0), folder, timeout_s, check_ticket)
+        self._server = _Server((address, 0), folder, timeout_s, check_ticket, boxes)
+        self._server.answer_pull, self._server.is_relay = answer_pull, is_relay
         self.url = f"{_bracketed(address)}:{self._server.server_address[1]}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(POLL_S,), daemon=True, name="dtckpt-tier-server"
@@ -95,9 +113,9 @@ class PartServer:
         self._server.token = token
         self._server.is_open.set()
 
-    def forget_part(self) -> None:
+    def forget_part(self, save: SaveId, client: int) -> None:
         """Open a part anew when it is asked for next: the file of a part that was removed is filled with another."""
-        self._server.forget_part()
+        self._server.forget_part(save, client)
 
     def close(self) -> None:
         """Take no more requests."""
@@ -109,6 +127,8 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
     block_on_close = False
+    answer_pull: AnswerPull | None = None
+    is_relay = False
 
     def __init__(
         self,
@@ -116,15 +136,17 @@ class _Server(ThreadingHTTPServer):
         folder: HostFolder,
         timeout_s: float,
         check_ticket: Callable[[str, SaveId], object] | None,
+        boxes: AnnouncedBoxes | None,
     ) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self.folder, self.timeout_s = folder, timeout_s
         self.texts: Mapping[int, bytes] = {}
-        self.check_ticket = check_ticket
+        self.check_ticket, self.boxes = check_ticket, boxes
         self.token = ""
         self.refused: deque[tuple[SaveId, int]] = deque(maxlen=MAX_REFUSED)
         self.is_open = threading.Event()
-        self._part: tuple[tuple[SaveId, int], OpenPart] | None = None
+        self._parts: OrderedDict[tuple[SaveId, int], OpenPart] = OrderedDict()
+        self._lock = threading.Lock()
         self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(address, _PartHandler)
 
@@ -144,16 +166,40 @@ class _Server(ThreadingHTTPServer):
 
     def open_part(self, save: SaveId, client: int) -> OpenPart:
         """Return a part, open for reading; requests for one part follow each other."""
-        if not self.folder.has(save, client):  # the file of a part that was removed is filled with others
-            raise FileNotFoundError(f"the part of client {client} of {save.name}")
-        kept = self._part
-        if kept is None or kept[0] != (save, client):
-            kept = self._part = (save, client), OpenPart(self.folder, save, client)
-        return kept[1]
+        if self.is_relay:
+            return OpenPart(self.folder, save, client)
+        self._forget_removed()
+        with self._lock:
+            kept = self._parts.get((save, client))
+        if kept is None:
+            kept = OpenPart(self.folder, save, client)
+        with self._lock:
+            self._parts[save, client] = kept
+            self._parts.move_to_end((save, client))
+            while len(self._parts) > MAX_OPEN_PARTS:
+                self._parts.popitem(last=False)
+        return kept
 
-    def forget_part(self) -> None:
+    def _forget_removed(self) -> None:
+        """Close the parts that were removed: their files are filled with others."""
+        with self._lock:
+            for save, client in list(self._parts):
+                if not self.folder.has(save, client):
+                    del self._parts[save, client]
+
+    def bases(self, save: SaveId, client: int) -> Sequence[OpenPart]:
+        """Return a client's parts of the newest other saves, from which there may be changes to a save."""
+        others = (other for other, clients in self.folder.parts().voted.items() if client in clients and other != save)
+        found = []
+        for other in sorted(others, reverse=True)[: MAX_OPEN_PARTS - 1]:
+            with suppress(DtckptError, OSError):
+                found.append(self.open_part(other, client))
+        return found
+
+    def forget_part(self, save: SaveId, client: int) -> None:
         """Open a part anew when it is asked for next: another file may have taken its place."""
-        self._part = None
+        with self._lock:
+            self._parts.pop((save, client), None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a peer that dies amid a request is ordinary, and the request's own side reports the rest."""
@@ -203,6 +249,13 @@ class _PartHandler(BaseHTTPRequestHandler):
                 case ["POST", "v1", "read", save, client]:
                     self._admit(SaveId.parse(save))
                     self._read(SaveId.parse(save), int(client))
+                case ["POST", "v1", "boxes", save, client]:
+                    self._admit(SaveId.parse(save))
+                    self._take_boxes(int(client))
+                case ["POST", "v1", "pull", save, client] if self.server.answer_pull is not None:
+                    self._admit(SaveId.parse(save))
+                    body = self.rfile.read(self._length(MAX_REQUEST_NBYTES))
+                    self._answer(self.server.answer_pull(SaveId.parse(save), int(client), body))
                 case ["PUT", "v1", "parts", save, client]:
                     self._admit()
                     self._take(SaveId.parse(save), int(client))
@@ -243,7 +296,9 @@ class _PartHandler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(data)
 
-    def _answer(self, parts: Sequence[bytes | memoryview | _FileRange], status: int = 200) -> None:
+    def _answer(
+        self, parts: Sequence[bytes | memoryview] | Sequence[bytes | memoryview | _FileRange], status: int = 200
+    ) -> None:
         for part in parts:
             if isinstance(part, _FileRange) and part.path.stat().st_size < part.offset + part.nbytes:
                 raise CheckpointCorruptError(f"{part.path} was cut short")
@@ -279,19 +334,31 @@ class _PartHandler(BaseHTTPRequestHandler):
         _validate_boxes(wanted, part.index)
         digest = xxhash.xxh3_64()
         parts: list[bytes | memoryview | _FileRange] = []
-        for number, offset, shape in wanted:
-            piece = part.index.pieces[number]
-            if piece.is_dense and tuple(shape) == piece.region.shape:
-                # The receiver has the piece's digest, and verifies it end to end.
-                nbytes = piece.region.numel * DTYPES[part.index.tensors[piece.tensor].dtype].itemsize
-                parts.append(_FileRange(part.path, piece.offset, nbytes))
+        bases = self.server.bases(save, client) if any(base is not None for *_, base in wanted) else ()
+        for number, offset, shape, base in wanted:
+            box = Region(tuple(offset), tuple(shape))
+            if (part.tensor(number).name, part.region(number, box)) not in part.digests:
+                # The receiver has no digest to verify the box with. So it is verified here.
+                elements = part.elements(number)
+                data = as_bytes(elements[box.slices()] if box.ndim else elements).data
+                digest.update(data)
+                parts.append(data)
                 continue
-            elements = part.elements(number)
-            slices = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-            data = as_bytes(elements[slices] if slices else elements).data
-            digest.update(data)
-            parts.append(data)
+            if base is not None:
+                changes = _changes(part, number, box, bases, base)
+                parts.append(len(changes).to_bytes(LENGTH_NBYTES, "big"))
+                if changes:
+                    parts.append(changes)
+                    continue
+            parts.append(_elements(part, number, box))
         self._answer([*parts, digest.intdigest().to_bytes(DIGEST_NBYTES, "big")])
+
+    def _take_boxes(self, client: int) -> None:
+        boxes = self.server.boxes
+        if boxes is None or boxes.client != client:
+            raise _RefusedError(404, f"the parts of client {client} are not made here")
+        boxes.announce(self.rfile.read(self._length(MAX_ANNOUNCEMENT_NBYTES)))
+        self._answer([], 204)
 
     def _take(self, save: SaveId, client: int) -> None:
         length = self._length()
@@ -315,7 +382,7 @@ class _PartHandler(BaseHTTPRequestHandler):
             self._receive(file, index)
             validate_part(file.view, index)
             self.server.folder.put(file, index, index_file, is_voted=True)
-            self.server.forget_part()
+            self.server.forget_part(index.save, index.client)
             with suppress(ValueError):
                 self.server.refused.remove((index.save, index.client))
         except BaseException:
@@ -346,6 +413,30 @@ def _validate_boxes(wanted: Any, index: PartIndex) -> None:
         nbytes += math.prod(shape) * DTYPES[index.tensors[piece.tensor].dtype].itemsize
     if nbytes > MAX_ANSWER_NBYTES and len(wanted) > 1:
         raise _RefusedError(400, f"the boxes have {nbytes} bytes; expected at most {MAX_ANSWER_NBYTES}, or one box")
+
+
+def _changes(part: OpenPart, number: int, box: Region, bases: Sequence[OpenPart], digest: int) -> bytes:
+    """Return the changes of a box from its elements in another save; empty if all of it is to be sent.
+
+    Args:
+        part: The part.
+        number: The number of a piece of it.
+        box: The box, relative to the piece.
+        bases: Parts of other saves.
+        digest: The digest of the box in one of them.
+    """
+    new, tensor, region = part.view(number, box), part.tensor(number), part.region(number, box)
+    base = next((each for each in bases if each.digests.get((tensor.name, region)) == digest), None)
+    old = None if base is None or new.itemsize not in WORDS else base.find(tensor, region)
+    return b"" if old is None else changes_between(old, new) or b""
+
+
+def _elements(part: OpenPart, number: int, box: Region) -> memoryview | _FileRange:
+    """Return the elements of a box for an answer, unverified: the receiver has their digest."""
+    elements = part.view(number, box)
+    if elements.flags.c_contiguous:
+        return _FileRange(part.path, part.offset(elements), elements.nbytes)
+    return as_bytes(elements).data
 
 
 def _refusal_of(error: Exception) -> tuple[int, str]:

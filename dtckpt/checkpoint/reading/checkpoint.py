@@ -230,6 +230,24 @@ class Checkpoint:
         except (CheckpointCorruptError, StorageError) as error:
             raise self.cause_of(error) from error
 
+    def is_held(self, name: str, buffers: RegionBuffers) -> bool:  # noqa: ARG002  for those that know
+        """Whether memory has regions of a tensor already; the clients that need the tensor say the same. Local.
+
+        Of most checkpoints nobody knows.
+
+        Args:
+            name: The tensor's name.
+            buffers: The regions, each with its memory.
+        """
+        return False
+
+    def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:
+        """Learn that a restore has read everything, and that some memory was filled with what other clients read.
+
+        Args:
+            tensors: Those tensors' names, and their regions, each with its memory.
+        """
+
     def validate_stored(self, regions: Iterable[tuple[str, Region]], *, unchecked: int = UNCHECKED_NBYTES) -> None:
         """Check that the files are long enough for regions, before memory for them is taken.
 

@@ -12,12 +12,14 @@ than the copy.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 
 from dtckpt.checkpoint.leaves import Leaf
+from dtckpt.checkpoint.parts.held_boxes import HeldBoxes
 from dtckpt.checkpoint.restoring.fill import note_writes
 from dtckpt.comm import host_memory, torch_private
 from dtckpt.errors import CheckpointError, format_nbytes
@@ -35,6 +37,10 @@ class AsideMemory:
     def __init__(self, max_nbytes: int | None = None) -> None:
         self._max_nbytes = max_nbytes
         self._memory: dict[_Key, torch.Tensor] = {}
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self.held = HeldBoxes(self._has)
+        """The boxes of the version that was read last, as the memory holds them."""
 
     @property
     def nbytes(self) -> int:
@@ -55,11 +61,17 @@ class AsideMemory:
                 f"memory beside the target would take {format_nbytes(nbytes)}, as its tensors do; got a bound of "
                 f"{format_nbytes(self._max_nbytes)}: raise it, or update in place"
             )
+        kept = {key: memory for key, memory in self._memory.items() if key in wanted}
+        if len(kept) < len(self._memory):
+            # Other memory may get the addresses.
+            self.held.clear()
         # Memory that is no longer wanted goes first, so that there is never memory for both.
-        self._memory = {key: memory for key, memory in self._memory.items() if key in wanted}
+        self._memory = kept
         for key, memory in wanted.items():
             if key not in self._memory:
                 self._memory[key] = host_memory.allocate(memory.shape, memory.dtype)
+        spans = sorted((memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in self._memory.values())
+        self._starts, self._stops = [start for start, _ in spans], [stop for _, stop in spans]
         return [self._beside(leaf) for leaf in leaves]
 
     def _beside(self, leaf: Leaf) -> Leaf:
@@ -68,9 +80,16 @@ class AsideMemory:
         tensor = components[0] if components else torch.empty(0)
         return replace(leaf, tensor=tensor, components=components)
 
+    def _has(self, address: int) -> bool:
+        """Whether an address is in this memory."""
+        place = bisect_right(self._starts, address)
+        return place > 0 and address < self._stops[place - 1]
+
     def clear(self) -> None:
         """Free the memory."""
         self._memory.clear()
+        self._starts, self._stops = [], []
+        self.held.clear()
 
 
 def copy_into(leaves: Sequence[Leaf], beside: Sequence[Leaf]) -> None:

@@ -75,6 +75,7 @@ def fill_tensors(
         for first, copies in reads.copied:
             _move(first, copies, phases)
     _validate_tied(read, tied)
+    checkpoint.note_filled((tensor.name, own_buffers(tensor.leaf)) for tensor in shared)
 
 
 def _fill_by_host(checkpoint: Checkpoint, handed_on: HostReads, phases: Phases) -> set[int]:
@@ -136,6 +137,12 @@ class _Reads:
                     reads.copied.append((first, copies))
             reads.direct.append((name, buffers))
         return reads
+
+
+def own_buffers(leaf: Leaf) -> list[tuple[Region, np.ndarray[Any, Any]]]:
+    """Return the distinct regions of a leaf with their memory, as far as it is in the host's."""
+    found = ((region, own_array(first)) for region, (first, *_) in leaf.distinct_parts())
+    return [(region, buffer) for region, buffer in found if buffer is not None]
 
 
 def read_nbytes(checkpoint: Checkpoint, leaves: Sequence[NamedLeaf]) -> int:

@@ -24,7 +24,7 @@ from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.aside import AsideMemory, copy_into
-from dtckpt.checkpoint.restoring.fill import fill_tensors, read_nbytes
+from dtckpt.checkpoint.restoring.fill import fill_tensors, own_buffers, read_nbytes
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.match import plan_target
 from dtckpt.checkpoint.restoring.new_tensors import meshes_of_layouts, plan_new_tensors
@@ -441,6 +441,7 @@ def _prepare(
     is_shared = checkpoint.is_remote if options.read_once is None else options.read_once
     is_alone = len(collective.participants) == 1
     shared = shareable_tensors(checkpoint, beside) if is_shared and not is_alone else []
+    shared = [each for each in shared if not checkpoint.is_held(each.name, own_buffers(each.leaf))]
     handed = None
     if options.read_once is not False and not is_alone:
         handed = handed_on(checkpoint, beside, stack, is_forced=options.read_once is True)

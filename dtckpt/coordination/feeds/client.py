@@ -14,6 +14,7 @@ finds a disagreement.
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -45,6 +46,11 @@ CLOSE_S = 1.0
 """How long `FeedClient.close` waits for a renewal that is under way; nothing depends on it."""
 RENEWALS = 3
 """How often leases are renewed within their period."""
+
+
+def host_name() -> str:
+    """Return the name of this host: the variable ``DTCKPT_HOST``, else its host name."""
+    return os.environ.get("DTCKPT_HOST") or socket.gethostname()
 
 
 @dataclass(slots=True)
@@ -111,7 +117,7 @@ class FeedClient:
         self._clock = clock
         member = coordination.member
         self._task = coordinator_pb2.TaskIdentity(job=member.job, task=member.client, incarnation=member.incarnation)
-        self._host = socket.gethostname()
+        self._host = host_name()
         self._lock = threading.RLock()
         self._feeds: dict[str, _Feed] = {}
         self._leases: dict[tuple[str, int], FeedLease] = {}
@@ -411,13 +417,7 @@ class FeedClient:
 
     def list(self) -> list[pb.FeedStatus]:
         """Return all feeds that this client's token may see."""
-        request, feeds = pb.ListFeedsRequest(), list[pb.FeedStatus]()
-        while True:
-            page = self._call(lambda stub, t: stub.ListFeeds(request, timeout=t))
-            feeds += page.feeds
-            request.page_token = page.next_page_token
-            if not request.page_token:
-                return feeds
+        return self._coordination.feeds(self._timeout_s)
 
     # --- renewals ---------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ in memory, under the old numbers. Readers take their leases again, by the old id
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 
 from dtckpt import errors
@@ -465,7 +466,7 @@ class FeedRules(Transitions):
         lease.counted_nbytes = LEASE_NBYTES + LEASE_TASK_NBYTES
         self._count(who.job, lease.counted_nbytes, f"a lease on feed {feed.name!r}")
         lease.tasks.add(who)
-        lease.source = next(iter(_by_nearness(version, event.host, whole_only=True)), None)
+        lease.source = next((holder for holder in _by_nearness(version, event.host) if holder.is_whole), None)
         if lease.source is not None:
             lease.source.num_leases += 1
         version.leases[lease.lease_id] = self.leases[feed.name, lease.lease_id] = lease
@@ -497,7 +498,7 @@ class FeedRules(Transitions):
             lease.reader,
             feed.secret,
             tuple(part.source(is_lost=client in version.lost) for client, part in sorted(version.parts.items())),
-            tuple(holder.source() for holder in _by_nearness(version, host)[:MAX_HOLDERS_TOLD]),
+            tuple(holder.source() for holder in _told_holders(lease, host)),
             self.lease_s,
             lease.taken_at + MAX_LEASE_S - now,
         )
@@ -582,13 +583,25 @@ def _refuse_stranger(feed: Feed, event: Subscribe | Serve) -> None:
         )
 
 
-def _by_nearness(version: Version, host: str, *, whole_only: bool = False) -> list[VersionHolder]:
+def _by_nearness(version: Version, host: str) -> list[VersionHolder]:
     """Return the holders of a version: holders on the same host first, then the holders with fewest leases."""
-    holders = [holder for holder in version.holders.values() if holder.is_whole or not whole_only]
     return sorted(
-        holders,
+        version.holders.values(),
         key=lambda holder: (not host or holder.host != host, holder.num_leases, holder.who.job, holder.who.task),
     )
+
+
+def _told_holders(lease: Lease, host: str) -> list[VersionHolder]:
+    """Return the holders that a reader is told of: those on its host, its source, and then those with fewest leases.
+
+    Each reader is told of the last ones in another order: holders that have no leases yet are not all asked in turn.
+    """
+
+    def order(holder: VersionHolder) -> tuple[bool, bool, int, int]:
+        at_random = zlib.crc32(f"{lease.lease_id} {holder.who.job} {holder.who.task}".encode())
+        return not host or holder.host != host, holder is not lease.source, holder.num_leases, at_random
+
+    return sorted(lease.version.holders.values(), key=order)[:MAX_HOLDERS_TOLD]
 
 
 def _readers(versions: Iterable[Version]) -> str:

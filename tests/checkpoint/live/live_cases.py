@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 import dtckpt
 from dtckpt import Layout, Publisher, Subscriber
+from dtckpt.checkpoint.live import sources
+from dtckpt.checkpoint.parts.peers import Peer
 from dtckpt.config import Config
+from dtckpt.errors import CheckpointCorruptError
 
 FEED = "policy"
 SHAPES = {"w": (12, 10), "moment": (8, 6), "norm": (7,)}
@@ -114,6 +119,55 @@ def read_steps(folder: Path, steps: Sequence[int]) -> list[dict[str, Any]]:
 def share_nbytes() -> int:
     """Return the bytes of this client's share of a target: the least that it can receive."""
     return sum(part.nbytes for tensor in sharded(values(0), 1).values() for part in parts(tensor))
+
+
+def adapted(step: int) -> dict[str, torch.Tensor]:
+    """Return a base that never changes, and an adapter of a step; large enough to be read together."""
+    generator = torch.Generator().manual_seed(1)
+    base = {f"base{number}": torch.randn(512, 640, generator=generator) for number in range(2)}
+    return base | {"adapter": torch.full((512, 640), float(step))}
+
+
+def publish_adapted(folder: Path, steps: Sequence[int]) -> None:
+    with Publisher(FEED, folder=folder / "memory") as publisher:
+        for step in steps:
+            publisher.publish(sharded(adapted(step), 0), step=step, wait=True)
+            await_note(folder, f"took {step}")
+
+
+def read_adapted(folder: Path, steps: Sequence[int], *, fails_at: int = -1) -> list[tuple[int, int, bool]]:
+    """Take each step on all clients, from the servers; return bytes received and unchanged, and whether it is right.
+
+    Before a step, another try of it fails on client 1.
+    """
+    mesh, found = mesh_of_all(), []
+    layout = Layout([dtckpt.UNSHARDED, dtckpt.UNSHARDED], mesh)
+    target = {
+        name: dtckpt.dtensor.distribute_tensor(torch.zeros_like(tensor), mesh, layout.placements)
+        for name, tensor in adapted(0).items()
+    }
+    with (
+        mock.patch.object(sources, "folder_of", return_value=None),
+        Subscriber(FEED, target) as subscriber,
+    ):
+        for step in steps:
+            if step == fails_at:
+                fail_on_client_1(subscriber)
+            subscriber.update(timeout_s=WAIT_S)
+            is_right = all(parts(target[name])[0].equal(tensor) for name, tensor in adapted(step).items())
+            found.append((subscriber.report.nbytes_received, subscriber.report.nbytes_unchanged, is_right))
+            note(folder, f"took {step}")
+    return found
+
+
+def fail_on_client_1(subscriber: Subscriber) -> None:
+    fails = mock.patch.object(Peer, "read", side_effect=CheckpointCorruptError("cut"))
+    with fails if Config.from_environ().client_id == 1 else contextlib.nullcontext():
+        try:
+            subscriber.update(timeout_s=WAIT_S)
+        except dtckpt.errors.DtckptError:
+            return
+    raise AssertionError("the update went well")
 
 
 def with_reader(folder: Path, work: Callable[..., Any], *args: Any) -> Any:

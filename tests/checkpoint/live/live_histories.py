@@ -25,8 +25,8 @@ from support.coordinators import ServerProcess
 import dtckpt
 from dtckpt import Layout, Publisher, Subscriber
 from dtckpt.checkpoint.live import publisher as publisher_module
+from dtckpt.checkpoint.live import sources, version_choice
 from dtckpt.checkpoint.live import subscriber as subscriber_module
-from dtckpt.checkpoint.live import version_checkpoint, version_choice
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.open_part import OpenPart
 from dtckpt.checkpoint.restoring import restore
@@ -195,7 +195,7 @@ def play(told: Path, folder: Path, script: Script) -> str:
             diary.note(what=f"dies at call {call} of {point!r}")
             stack.enter_context(dying_at(*points[point], call))
         if script.is_remote:
-            stack.enter_context(mock.patch.object(version_checkpoint, "_folder_here", return_value=None))
+            stack.enter_context(mock.patch.object(sources, "folder_of", return_value=None))
         if script.pause_s:
             for name in ("copy_whole", "elements"):
                 stack.enter_context(_slowly(OpenPart, name, script.pause_s))

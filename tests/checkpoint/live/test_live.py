@@ -1,5 +1,6 @@
 """Jobs that publish versions, and jobs on other meshes that take them, in client processes with a coordinator."""
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -60,6 +61,24 @@ def test_a_target_that_does_not_fit_is_refused_before_anything_is_written(jobs, 
         errors[0] == errors[1] and (version, mixed, written) == (None, False, 0)
         for errors, version, mixed, written in found
     )
+
+
+def test_copies_of_a_base_that_did_not_change_are_not_taken_by_any_client(jobs, tmp_path):
+    """Replicas are read once by all clients together. What they all hold, none reads."""
+    steps, nbytes = [1, 2, 3], 512 * 640 * 4
+    _, found = jobs((live_cases.publish_adapted, tmp_path, steps), (live_cases.read_adapted, tmp_path, steps))
+    assert all(is_right for client in found for *_, is_right in client)
+    assert [sum(client[number][0] for client in found) for number in range(3)] == [3 * nbytes, nbytes, nbytes]
+    assert all([unchanged for _, unchanged, _ in client] == [0, 2 * nbytes, 2 * nbytes] for client in found)
+
+
+def test_clients_that_disagree_what_they_hold(jobs, tmp_path):
+    """After a failure only some of them know what they hold: each reads for itself. Then they agree again."""
+    steps, nbytes = [1, 2, 3, 4], 512 * 640 * 4
+    reader = functools.partial(live_cases.read_adapted, fails_at=2)
+    _, found = jobs((live_cases.publish_adapted, tmp_path, steps), (reader, tmp_path, steps))
+    assert all(is_right for client in found for *_, is_right in client)
+    assert [sum(client[number][0] for client in found) for number in (2, 3)] == [nbytes, nbytes]
 
 
 def test_without_a_coordinator(tmp_path):

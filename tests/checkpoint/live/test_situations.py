@@ -60,7 +60,7 @@ from torch import nn
 import dtckpt
 from dtckpt import Subscriber, errors
 from dtckpt.checkpoint.live import publisher as publisher_module
-from dtckpt.checkpoint.live import version_checkpoint
+from dtckpt.checkpoint.live import sources
 from dtckpt.checkpoint.live.versions import save_of_version
 from dtckpt.checkpoint.parts import server as part_server
 from dtckpt.checkpoint.parts.open_part import OpenPart
@@ -85,7 +85,7 @@ def jobs(tmp_path):
 @pytest.fixture
 def over_http(monkeypatch):
     """Readers find no part on this host."""
-    monkeypatch.setattr(version_checkpoint, "_folder_here", lambda _: None)
+    monkeypatch.setattr(sources, "folder_of", lambda _: None)
 
 
 def publish(publisher, step, tree=None, **options):
@@ -156,7 +156,7 @@ def test_04_readers_that_die_amid_a_read(jobs, over_http):
     save = save_of_version(FEED, lease.number, lease.step, 1)
     url = publisher._server.url
     host, _, port = url.rpartition(":")
-    body = json.dumps([[0, [0, 0], [8, 6]]])
+    body = json.dumps([[0, [0, 0], [8, 6], None]])
     request = (
         f"POST /v1/read/{save.name}/0 HTTP/1.1\r\nHost: {url}\r\nAuthorization: Bearer {lease.parts[0].ticket.hex()}"
         f"\r\nContent-Length: {len(body)}\r\n\r\n{body}"
@@ -523,7 +523,7 @@ def test_17_training_goes_on_after_publish(jobs):
 def test_17_memory_that_was_freed_under_an_ended_lease(jobs, monkeypatch, is_whole, way):
     """A reader stood still for so long that its lease ended; its memory has another version meanwhile."""
     if way == "http":
-        monkeypatch.setattr(version_checkpoint, "_folder_here", lambda _: None)
+        monkeypatch.setattr(sources, "folder_of", lambda _: None)
     publisher = jobs.publisher(keep=1)
     publish(publisher, 1)
     region = Region((0, 0), (8, 6)) if is_whole else Region((0, 1), (8, 3))
@@ -651,7 +651,7 @@ def test_28_buffers(jobs):
 @pytest.mark.parametrize("way", ["mapped", "http"])
 def test_29_casts(jobs, monkeypatch, way):
     if way == "http":
-        monkeypatch.setattr(version_checkpoint, "_folder_here", lambda _: None)
+        monkeypatch.setattr(sources, "folder_of", lambda _: None)
     publisher = jobs.publisher()
     large = torch.randn(400, 500, generator=torch.Generator().manual_seed(2))
     tree = weights(1) | {"router": large, "count": torch.arange(5), "large": large}
@@ -712,7 +712,7 @@ def test_32_experts_move(jobs):
 @pytest.mark.parametrize("way", ["mapped", "http"])
 def test_38_damaged_memory(jobs, monkeypatch, way):
     if way == "http":
-        monkeypatch.setattr(version_checkpoint, "_folder_here", lambda _: None)
+        monkeypatch.setattr(sources, "folder_of", lambda _: None)
     publish(jobs.publisher(), 1)
     (data,) = [path for path in files(jobs.folder) if path.suffix == ".data"]
     with data.open("r+b") as file:
@@ -754,7 +754,7 @@ def test_40_strangers_at_the_server(jobs, monkeypatch):
     other = save_of_version(FEED, lease.number + 1, 2, 1)
     stranger = Stranger(publisher._server.url, lease)
     name = stranger.save.name
-    whole = [[0, [0, 0], [8, 6]]]
+    whole = [[0, [0, 0], [8, 6], None]]
     assert stranger.read(whole) == 200
     assert stranger.ask("GET", f"/v1/indexes/{name}") == 200
     forged = stranger.ticket[:-2] + ("00" if stranger.ticket[-2:] != "00" else "11")
@@ -772,10 +772,10 @@ def test_40_strangers_at_the_server(jobs, monkeypatch):
         assert stranger.ask("POST", f"/v1/read/{name}/{client}", body=json.dumps(whole).encode()) in (400, 404)
     malformed = [
         b"", b"{", b"\xff\xff", b"3", b"null", b"{}x", b"[1]", b"[[]]", b"[" * 100_000, b'"text"',
-        b'[["0",[0,0],[1,1]]]',
-        [[9, [0, 0], [1, 1]]], [[-1, [0, 0], [1, 1]]], [[0, [0, 0], [9, 1]]], [[0, [-1, 0], [1, 1]]],
-        [[0, [0], [1]]], [[0, [0, 0], [0, 0]]], [[0, [0, 0], [1.5, 1]]], [[True, [0, 0], [1, "1"]]],
-        [[0, [0, 0], [1, 1]]] * 5000,
+        b'[["0",[0,0],[1,1],null]]',
+        [[9, [0, 0], [1, 1], None]], [[-1, [0, 0], [1, 1], None]], [[0, [0, 0], [9, 1], None]], [[0, [-1, 0], [1, 1], None]],
+        [[0, [0], [1], None]], [[0, [0, 0], [0, 0], None]], [[0, [0, 0], [1.5, 1], None]], [[True, [0, 0], [1, "1"], None]],
+        [[0, [0, 0], [1, 1], None]] * 5000,
     ]  # fmt: skip
     for body in malformed:
         assert stranger.read(body) == 400, body[:3]
@@ -789,8 +789,8 @@ def test_40_answers_are_bounded(jobs, monkeypatch):
     publisher = jobs.publisher()
     publish(publisher, 1, {"w": torch.zeros(1024, 1024)})
     stranger = Stranger(publisher._server.url, jobs.feeds("engine").subscribe(FEED, timeout_s=WAIT_S))
-    assert stranger.read([[0, [0, 0], [1024, 1000]]] * 20) == 400
-    assert stranger.read([[0, [0, 0], [1024, 1000]]]) == 200
+    assert stranger.read([[0, [0, 0], [1024, 1000], None]] * 20) == 400
+    assert stranger.read([[0, [0, 0], [1024, 1000], None]]) == 200
     monkeypatch.setattr(part_server, "MAX_CONNECTIONS", 4)
     server = PartServer(publisher._folder, "127.0.0.1", 5.0)
     try:

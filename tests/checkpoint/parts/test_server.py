@@ -5,15 +5,18 @@ import math
 import socket
 import threading
 import time
+from dataclasses import replace
 from http.client import HTTPConnection, HTTPException
 
 import pytest
 import torch
 
+from dtckpt.checkpoint.parts import server as server_module
+from dtckpt.checkpoint.parts.announced_boxes import MAX_ANNOUNCEMENT_NBYTES, AnnouncedBoxes, announcement
 from dtckpt.checkpoint.parts.host_folder import HostFolder
-from dtckpt.checkpoint.parts.open_part import piece_digest, piece_seed
+from dtckpt.checkpoint.parts.open_part import OpenPart, piece_digest, piece_seed
 from dtckpt.checkpoint.parts.peers import BoxRequest, Peer
-from dtckpt.checkpoint.parts.records import PartIndex, PartPiece, PartTensor, SaveId
+from dtckpt.checkpoint.parts.records import PartBox, PartIndex, PartPiece, PartTensor, SaveId
 from dtckpt.checkpoint.parts.server import LENGTH_NBYTES, PartServer
 from dtckpt.checkpoint.reading.pieces import c_strides
 from dtckpt.errors import CheckpointCorruptError, StorageError, StorageFullError
@@ -337,3 +340,94 @@ def test_a_file_that_is_gone(peer, folder):
     with pytest.raises((CheckpointCorruptError, StorageError)):
         read(peer, 0, (0, 0), (12, 5))
     assert time.monotonic() - start < 2
+
+
+# --- boxes that have digests, and changes --------------------------------------------------------------------------
+
+COLUMN = Region((0, 1), (12, 2))
+LATER = SaveId(8, 11, 2, False, "0a1b2c3d")
+
+
+def put(folder, save, elements):
+    """Put a part with a digest of a box, as its writer does; return the index."""
+    data, region = memoryview(elements.numpy()).cast("B"), COLUMN
+    index = index_of(save=save, digest=piece_digest("w", WHOLE, elements.numpy()))
+    box = PartBox(0, region, piece_digest("w", region, elements.numpy()[region.slices()].copy()))
+    index = replace(index, boxes=(box,))
+    file = folder.take(NBYTES)
+    file.view[:NBYTES] = data
+    folder.put(file, index, index.to_bytes(), is_voted=True)
+    return index
+
+
+def box_request(index, buffer, base=None):
+    box = index.boxes[0]
+    return BoxRequest(0, COLUMN, memoryview(buffer), piece_seed("w", COLUMN), box.digest, base, 4)
+
+
+def test_a_box_with_a_digest_is_verified_by_its_reader(server, peer, folder, monkeypatch):
+    """The server does not even look at it; damage in the server's memory is found where the bytes arrive."""
+    index = put(folder, SAVE, ELEMENTS)
+    monkeypatch.setattr(OpenPart, "elements", None)
+    buffer = bytearray(12 * 2 * 4)
+    assert peer.read(SAVE, 1, [box_request(index, buffer)]) == len(buffer)
+    assert buffer == ELEMENTS[:, 1:3].contiguous().numpy().tobytes()
+    folder._filled[SAVE, 1].view[4] ^= 1
+    with pytest.raises(CheckpointCorruptError, match="host here: a piece of the part of client 1 is damaged"):
+        peer.read(SAVE, 1, [box_request(index, buffer)])
+
+
+@pytest.mark.parametrize("fault", ["", "no base", "other memory", "base removed", "base damaged"])
+def test_changes_from_another_save(server, peer, folder, fault):
+    old, new = put(folder, SAVE, ELEMENTS), ELEMENTS.clone()
+    new[7, 2] = -1
+    index = put(folder, LATER, new)
+    buffer = bytearray(12 * 2 * 4)
+    peer.read(SAVE, 1, [box_request(old, buffer)])
+    base = old.boxes[0].digest
+    match fault:
+        case "no base":
+            base += 1
+        case "other memory":
+            buffer[9] ^= 1
+        case "base removed":
+            folder.remove(SAVE, 1)
+            server.forget_part(SAVE, 1)
+        case "base damaged":  # in the element that changed: as if it had not
+            folder._filled[SAVE, 1].view[(7 * 5 + 2) * 4 :][:4] = new.numpy()[7, 2].tobytes()
+    sent = peer.read(LATER, 1, [box_request(index, buffer, base)])
+    assert buffer == new[:, 1:3].contiguous().numpy().tobytes()
+    # Head, gap and value; then the whole box where the digest of the result was another.
+    changes = 9 + 1 + 4 if fault in ("", "other memory") else 9 if fault == "base damaged" else 0
+    assert sent == changes + (len(buffer) if fault else 0)
+
+
+def test_changes_that_are_longer_than_the_box(server, peer, folder, monkeypatch):
+    index = put(folder, SAVE, ELEMENTS)
+    monkeypatch.setattr(server_module, "_changes", lambda *_: bytes(12 * 2 * 4))
+    with pytest.raises(CheckpointCorruptError, match="longer than the box"):
+        peer.read(SAVE, 1, [box_request(index, bytearray(12 * 2 * 4), base=1)])
+
+
+def test_boxes_are_announced_to_the_client_that_makes_the_parts(folder):
+    boxes = AnnouncedBoxes(1)
+    boxes.digested(index_of(), DATA)
+    server = PartServer(folder, "127.0.0.1", 2.0, boxes=boxes)
+    try:
+        server.open(TOKEN)
+        peer = Peer(server.url, "here", TOKEN, 5.0)
+        peer.announce(SAVE, 1, announcement([("w", COLUMN)]))
+        assert len(boxes.digested(index_of(), DATA).boxes) == 1
+        for client, text, reason in [(0, b"[]", "are not made here"), (1, b"{", "cannot be read")]:
+            with pytest.raises((StorageError, CheckpointCorruptError), match=reason):
+                peer.announce(SAVE, client, text)
+        path = f"/v1/boxes/{SAVE.name}/1"
+        assert request(server, "POST", path, b"[]", token="none") in (0, 403)
+        assert request(server, "POST", path, headers={"Content-Length": str(MAX_ANNOUNCEMENT_NBYTES + 1)}) in (0, 400)
+    finally:
+        server.close()
+
+
+def test_a_server_that_makes_no_parts_takes_no_boxes(peer):
+    with pytest.raises(StorageError, match="are not made here"):
+        peer.announce(SAVE, 1, announcement([("w", COLUMN)]))

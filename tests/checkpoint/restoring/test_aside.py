@@ -1,13 +1,17 @@
 """Restores into memory beside a target: the target stays as it is until they are applied."""
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import dtckpt
+from dtckpt.checkpoint.leaves import as_leaf
+from dtckpt.checkpoint.parts.held_boxes import BoxContent
 from dtckpt.checkpoint.restoring.aside import AsideMemory
 from dtckpt.checkpoint.restoring.restore import chooser_of, stage_restore
 from dtckpt.errors import CheckpointCorruptError, CheckpointError
+from dtckpt.layout.region import Region
 
 
 def trained(seed):
@@ -89,3 +93,28 @@ def test_views_and_other_dtypes_are_filled(tmp_path):
     stage_restore(path, chooser_of(path), target, AsideMemory(), options=options).apply()
     assert fused[:4].eq(1).all()
     assert fused[4:].eq(2).all()
+
+
+def test_what_memory_holds_is_forgotten_with_the_memory():
+    """Else other memory at the same address would count as filled."""
+    aside, target = AsideMemory(), {"a": torch.zeros(100), "b": torch.zeros(100)}
+    content = BoxContent("a", Region((0,), (100,)), 1, Region((0,), (100,)), 1)
+
+    def note(names):
+        for leaf in aside.beside(as_leaf(target[name], name) for name in names):
+            memory = leaf.components[0].numpy()
+            assert aside.held.is_private(memory)
+            aside.held.note(memory, content)
+        return memory
+
+    memory = note("ab")
+    assert aside.held.has(memory, content)
+    assert not aside.held.is_private(np.zeros(100))
+    memory = note("ab")
+    assert aside.held.has(memory, content)
+    aside.beside([as_leaf(target["b"], "b")])
+    assert not aside.held.has(memory, content)
+    assert aside.held.has(note("b"), content)
+    aside.clear()
+    assert not aside.held.has(memory, content)
+    assert not aside.held.is_private(memory)
