@@ -59,7 +59,7 @@ PUBLISHER_POINTS = {
 READER_POINTS = {
     "subscribe": (FeedClient, "subscribe"),
     "open": (version_choice, "open_version"),
-    "copy": (OpenPart, "copy_whole"),
+    "copy": (OpenPart, "copy"),
     "box": (OpenPart, "elements"),
     "fill": (restore, "fill_tensors"),
     "done": (FeedClient, "done"),
@@ -197,7 +197,7 @@ def play(told: Path, folder: Path, script: Script) -> str:
         if script.is_remote:
             stack.enter_context(mock.patch.object(sources, "folder_of", return_value=None))
         if script.pause_s:
-            for name in ("copy_whole", "elements"):
+            for name in ("copy", "elements"):
                 stack.enter_context(_slowly(OpenPart, name, script.pause_s))
         try:
             goes_on = act(diary, script, folder, chance)

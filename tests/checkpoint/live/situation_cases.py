@@ -38,9 +38,7 @@ def read_while_one_fails(folder: Path, in_place: bool) -> Any:
             note(folder, "want 3")
             subscriber.update(timeout_s=WAIT_S)
             note(folder, "want 4")
-            with (
-                mock.patch.multiple(OpenPart, copy_whole=fail, elements=fail) if is_victim else mock.patch("os.getpid")
-            ):
+            with mock.patch.multiple(OpenPart, copy=fail, elements=fail) if is_victim else mock.patch("os.getpid"):
                 try:
                     subscriber.update(in_place=in_place, timeout_s=WAIT_S)
                 except (DtckptError, OSError) as error:

@@ -183,13 +183,13 @@ def test_06_update_in_place_that_fails(jobs, monkeypatch):
         with monkeypatch.context() as patch:
             calls = []
 
-            def copy(part, number, into, whole=OpenPart.copy_whole):
-                calls.append(number)
+            def copy(part, *args, whole=OpenPart.copy):
+                calls.append(args)
                 if len(calls) == 2:
                     raise OSError("the memory is gone")
-                whole(part, number, into)
+                whole(part, *args)
 
-            patch.setattr(OpenPart, "copy_whole", copy)
+            patch.setattr(OpenPart, "copy", copy)
             with pytest.raises(OSError, match="the memory is gone"):
                 jobs.update(subscriber, in_place=True)
         assert (subscriber.version, subscriber.is_mixed, subscriber.ready()) == (None, True, False)
@@ -380,11 +380,11 @@ def test_14_coordinator_goes_amid_a_read(killable, monkeypatch, in_place):
     target = blank()
     with Subscriber(FEED, target) as subscriber:
 
-        def copy(part, number, into, whole=OpenPart.copy_whole):
+        def copy(part, *args, whole=OpenPart.copy):
             server.kill()
-            whole(part, number, into)
+            whole(part, *args)
 
-        monkeypatch.setattr(OpenPart, "copy_whole", copy)
+        monkeypatch.setattr(OpenPart, "copy", copy)
         assert jobs.update(subscriber, in_place=in_place).step == 1
         assert (has_step(target, 1), subscriber.is_mixed) == (True, False)
         start = time.monotonic()
@@ -772,10 +772,9 @@ def test_40_strangers_at_the_server(jobs, monkeypatch):
         assert stranger.ask("POST", f"/v1/read/{name}/{client}", body=json.dumps(whole).encode()) in (400, 404)
     malformed = [
         b"", b"{", b"\xff\xff", b"3", b"null", b"{}x", b"[1]", b"[[]]", b"[" * 100_000, b'"text"',
-        b'[["0",[0,0],[1,1],null]]',
-        [[9, [0, 0], [1, 1], None]], [[-1, [0, 0], [1, 1], None]], [[0, [0, 0], [9, 1], None]], [[0, [-1, 0], [1, 1], None]],
-        [[0, [0], [1], None]], [[0, [0, 0], [0, 0], None]], [[0, [0, 0], [1.5, 1], None]], [[True, [0, 0], [1, "1"], None]],
-        [[0, [0, 0], [1, 1], None]] * 5000,
+        b'[["0",[0,0],[1,1],null]]', [[9, [0, 0], [1, 1], None]], [[-1, [0, 0], [1, 1], None]],
+        [[0, [0, 0], [9, 1], None]], [[0, [-1, 0], [1, 1], None]], [[0, [0], [1], None]], [[0, [0, 0], [0, 0], None]],
+        [[0, [0, 0], [1.5, 1], None]], [[True, [0, 0], [1, "1"], None]], [[0, [0, 0], [1, 1], None]] * 5000,
     ]  # fmt: skip
     for body in malformed:
         assert stranger.read(body) == 400, body[:3]
