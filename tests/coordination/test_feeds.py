@@ -169,6 +169,20 @@ def test_leases_hold_the_memory(long_port, jobs, feed):
     assert [(each.reader, each.outcome) for each in status.latest] == [(f"engine-of-{feed}", "failed")]
 
 
+def test_lease_that_is_asked_for_again_is_the_one_that_is_renewed(port, jobs, feed):
+    trainer, engine = jobs(port, name("trainer")), jobs(port, name("engine"))
+    trainer.publish(1, feed)
+    (reader,) = engine.clients
+    lease = reader.subscribe(feed, timeout_s=20.0)
+    again = [
+        reader.subscribe(feed, want=Want(number=lease.number), lease_id=lease.lease_id, timeout_s=20.0) for _ in "12"
+    ]
+    ends_at = lease.ends_at
+    wait_until(lambda: lease.ends_at > ends_at)
+    assert all(each is lease for each in again)
+    lease.raise_if_over()
+
+
 def test_lease_of_a_killed_reader_ends(port, jobs, feed):
     trainer, engine = jobs(port, name("trainer")), jobs(port, name("engine"))
     version = trainer.publish(1, feed)

@@ -332,7 +332,7 @@ class FeedClient:
                 lease = FeedLease.from_proto(request, response.lease, ends_at)
                 lease.clock = self._clock
                 with self._lock:
-                    self._leases[feed, lease_id] = lease
+                    lease = self._leases.setdefault((feed, lease_id), lease).brought_up(lease)
                 self._start()
                 return lease
             if left_s <= 0:
