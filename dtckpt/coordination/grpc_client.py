@@ -144,8 +144,19 @@ class GrpcCoordination(Caller):
                 self._heartbeat_thread.start()
         self._raise_if_over()
 
+    @property
+    def is_registered(self) -> bool:
+        """Whether this client has registered, and has not left since."""
+        return self._heartbeat_thread is not None
+
     def register_again(self, within_s: float) -> None:
-        """Register once more, as the coordinator has lost its state; heartbeats would do so a moment later."""
+        """Register once more, as the coordinator has lost its state; heartbeats would do so a moment later.
+
+        Raises:
+            CoordinatorUnavailableError: This client has left.
+        """
+        if not self.is_registered:
+            raise errors.CoordinatorUnavailableError(f"{self._who()} has left the job")
         self._was_forgotten = True
         self._announce(self._clock() + within_s)
 

@@ -10,6 +10,7 @@ from support.client_calls import wait_until
 from support.coordinators import ServerProcess, running_server, server_process
 
 from dtckpt import errors
+from dtckpt._proto import feeds_pb2
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.feeds.client import FeedClient
 from dtckpt.coordination.feeds.events import APPLIED, FAILED, Want
@@ -166,6 +167,20 @@ def test_leases_hold_the_memory(long_port, jobs, feed):
     assert phase == "RELEASED"
     (status,) = [each for each in publisher.list() if each.feed == feed]
     assert [(each.reader, each.outcome) for each in status.latest] == [(f"engine-of-{feed}", "failed")]
+
+
+def test_lease_that_is_asked_for_again_is_the_one_that_is_renewed(port, jobs, feed):
+    trainer, engine = jobs(port, name("trainer")), jobs(port, name("engine"))
+    trainer.publish(1, feed)
+    (reader,) = engine.clients
+    lease = reader.subscribe(feed, timeout_s=20.0)
+    again = [
+        reader.subscribe(feed, want=Want(number=lease.number), lease_id=lease.lease_id, timeout_s=20.0) for _ in "12"
+    ]
+    ends_at = lease.ends_at
+    wait_until(lambda: lease.ends_at > ends_at)
+    assert all(each is lease for each in again)
+    lease.raise_if_over()
 
 
 def test_lease_of_a_killed_reader_ends(port, jobs, feed):
@@ -343,6 +358,31 @@ def test_numbers_grow_when_coordinator_and_publisher_are_restarted(jobs):
             assert after.number > before.number
         finally:
             again.kill()
+
+
+def test_wait_after_tries_that_failed_ends_in_time(port, jobs, feed):
+    """The coordinator is asked to answer before the call ends, however much of its time earlier tries have taken."""
+    client = jobs(port, name("engine")).clients[0]
+    waits = []
+
+    class Stub:
+        def Subscribe(self, request, timeout):
+            waits.append(request.max_wait_s)
+
+    def timed(ask, *_):
+        for left_s in (40.0, 25.0, 12.0, 3.0):
+            ask(Stub(), left_s)
+        return 0.0, feeds_pb2.SubscribeResponse()
+
+    client._timed = timed
+    with pytest.raises(errors.VersionTimeoutError):
+        client.subscribe(feed, timeout_s=0.0)
+    assert waits == [0.0] * 4
+    waits.clear()
+    request = client._subscription(feed, "", 1, Want())
+    request.max_wait_s = 30.0
+    client._ask(request)
+    assert waits == [30.0, 15.0, 2.0, 0.0]
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------

@@ -23,10 +23,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal
 
+import torch
+
 from dtckpt.checkpoint.collective import Collective
+from dtckpt.checkpoint.leaves import torch_dtype
 from dtckpt.checkpoint.live.fan_out import MAX_COPIES
 from dtckpt.checkpoint.live.feed_client import feed_client
 from dtckpt.checkpoint.live.pulls import PullService
@@ -41,6 +44,7 @@ from dtckpt.checkpoint.live.versions import (
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.parts.announced_boxes import AnnouncedBoxes
 from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.layout_tags import validate_tags
 from dtckpt.checkpoint.parts.part_writer import PartInProgress, described_pieces
 from dtckpt.checkpoint.parts.peers import Peer, own_address
 from dtckpt.checkpoint.parts.records import NO_COPIES, PartIndex, SaveId
@@ -50,6 +54,7 @@ from dtckpt.checkpoint.saving.plan import SavePlan
 from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State, state_of_tree
+from dtckpt.checkpoint.saving.stored_dtypes import CAST_DTYPES, Casts
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.coordination.feeds.client import FeedClient, host_name
 from dtckpt.coordination.feeds.events import MAX_KEEP, validate_feed
@@ -89,11 +94,13 @@ class _BegunVersion:
         save: Its identity.
         agreed: The agreed plan, and this client's state in the file.
         part: The file.
+        tags: The layout tags, by glob on names.
     """
 
     save: SaveId
     agreed: Agreed
     part: PartInProgress
+    tags: Mapping[str, str]
 
 
 class Publisher:
@@ -223,14 +230,22 @@ class Publisher:
 
     # --- publishing ---------------------------------------------------------------------------------------------------
 
-    def publish(self, tree: Any, *, step: int, wait: bool = False) -> SaveHandle | None:
+    def publish(
+        self,
+        tree: Any,
+        *,
+        step: int,
+        wait: bool = False,
+        cast: Mapping[str, Any] = MappingProxyType({}),
+        layout_tags: Mapping[str, str] = MappingProxyType({}),
+    ) -> SaveHandle | None:
         """Publish a version. When this returns, training may change the tensors again.
 
         The version becomes readable in the background, when all clients have digested their parts; the handle says
         when, and raises the error if it did not.
 
-        Collective: Over all clients of the job, with the same ``step``; barriers ``live/begin`` (and ``live/united``
-        where clients pass different things for the first time), and ``live/held`` in the background.
+        Collective: Over all clients of the job, with the same arguments but ``wait``; barriers ``live/begin`` (and
+        ``live/united`` where clients pass different things for the first time), and ``live/held`` in the background.
 
         Blocks: On the copy to the memory of this host; before it, on the version before, and on readers that hold old
         versions (see ``when_full``).
@@ -240,6 +255,10 @@ class Publisher:
             step: The step of the training, from 0 on. Readers may ask for it. A step before an earlier one is published
                 all the same, and marked as rewound.
             wait: Return only when the version is readable.
+            cast: Dtypes of floating-point tensors, by glob on their names, as ``{"model/*": torch.bfloat16}``; the
+                first match wins. They are converted as they are copied. Others keep their dtype, whatever readers have.
+            layout_tags: By glob on names of tensors, any text on how their elements are to be understood, as
+                ``{"*/qkv": "interleaved"}``. A reader that wants such a tensor must expect the same text.
 
         Returns:
             The handle; None if ``when_full="skip"`` and there is no memory.
@@ -252,6 +271,8 @@ class Publisher:
         """
         if type(step) is not int or step < 0:
             raise ConfigError(f"feed {self.name!r}: step is {step!r}; expected a whole number from 0 on")
+        casts = Casts(cast) if cast else None
+        validate_tags(layout_tags)
         start, before = time.monotonic(), self._handle
         if before is not None:
             before.wait()
@@ -259,7 +280,7 @@ class Publisher:
         with ExitStack() as stack:
             stack.enter_context(collective.process_lock())
             try:
-                version = self._begin(tree, step, collective, before)
+                version = self._begin(tree, step, collective, casts, dict(layout_tags))
             except StorageFullError as error:
                 if self._when_full != "skip":
                     raise
@@ -281,32 +302,44 @@ class Publisher:
             handle.result()
         return handle
 
-    def _begin(self, tree: Any, step: int, collective: Collective, before: SaveHandle | None) -> _BegunVersion:
+    def _begin(
+        self,
+        tree: Any,
+        step: int,
+        collective: Collective,
+        casts: Casts | None,
+        tags: Mapping[str, str],
+    ) -> _BegunVersion:
         """Copy this client's part, and agree with the others. Collective: as `publish`."""
-        client, phases = collective.client, collective.phases
+        client, phases, before = collective.client, collective.phases, self._handle
         phases.begin(location_of_version(self.name, step), is_shown=False)
         part = PartInProgress(self._folder, client)
-        server = self._server
+        server, of_tags = self._server, bytes_digest(repr(tags).encode())
 
         def propose() -> tuple[Proposal, bytes]:
             # In the first round, so that all clients raise it together.
             if before is not None:
                 before.raise_unseen_failure()
             registry = self._registry
-            state = state_of_tree(tree, self._options, client, collective.participants)
+            state = state_of_tree(tree, self._options, client, collective.participants, casts=casts)
             proposal = Proposal.of(state, collective.participants, self._options)
             self._take_memory(part, proposal.plan, registry)
             summary = proposal.summary()
             assert server is not None  # noqa: S101  the registry is open
             server.keep_texts({proposal.digest: proposal.text, summary.tree: proposal.state.tree})
             number = registry.open(self.name, keep=self.keep) if collective.is_leader else 0
-            facts = [max(number, self._next_number), summary.to_bytes().decode()]
+            facts = [max(number, self._next_number), summary.to_bytes().decode(), of_tags]
             return proposal, json.dumps(facts, ensure_ascii=False).encode()
 
         def stage(state: State, plan: SavePlan) -> State:
+            dtypes: dict[str, torch.dtype] = {}
+            if casts is not None:
+                specs = [tensor.spec for tensor in plan.tensors]
+                casts.validate_all_used((spec.name, spec.dtype) for spec in specs)
+                dtypes = {spec.name: torch_dtype(spec.dtype) for spec in specs if spec.dtype in CAST_DTYPES}
             with phases.measure("stage"):
                 return part.take(plan).staging.stage(
-                    state, plan, client, with_copies=False, count=phases.count, beside=NO_COPIES
+                    state, plan, client, with_copies=False, count=phases.count, beside=NO_COPIES, dtypes=dtypes
                 )
 
         def read(_: str, other: int, digest: int) -> bytes:
@@ -317,10 +350,16 @@ class Publisher:
             agreed = agree(
                 collective, propose, stage, read, step=step, summary_of=lambda data: json.loads(data)[1].encode()
             )
-            number = json.loads(agreed.payloads[collective.leader])[0]
+            facts = {client: json.loads(data) for client, data in agreed.payloads.items()}
+            if strangers := [other for other, (*_, tagged) in facts.items() if tagged != facts[collective.leader][2]]:
+                raise ConfigError(
+                    f"feed {self.name!r}, step {step}: clients {strangers} pass other layout_tags than client "
+                    f"{collective.leader}; pass the same on all clients"
+                )
+            number = facts[collective.leader][0]
             self._next_number = number + 1
             save = save_of_version(self.name, number, step, len(collective.participants))
-            return _BegunVersion(save, agreed, part)
+            return _BegunVersion(save, agreed, part, tags)
 
     def _take_memory(self, part: PartInProgress, plan: SavePlan, registry: FeedClient) -> None:
         """Take the file for a version; first free the versions that are retired and that no reader leases.
@@ -370,7 +409,9 @@ class Publisher:
 
         def put() -> bytes:
             file = version.part.take(plan)
-            tensors, pieces, _ = described_pieces(version.agreed.state, plan, file, client, NO_COPIES)
+            tensors, pieces, _ = described_pieces(
+                version.agreed.state, plan, file, client, NO_COPIES, tags=version.tags
+            )
             index = PartIndex(save, client, file.nbytes, version.agreed.state.tree, tensors, pieces, {})
             index = self._boxes.digested(index, file.view)
             data = index.to_bytes()
@@ -435,22 +476,32 @@ class Publisher:
             self._handle.wait()
         feeds = self._feeds
         if feeds is not None and self._held:
-            deadline = time.monotonic() + (0.0 if has_failed else self._timeout_s)
-            for number in self._held:
-                with suppress(DtckptError):
-                    feeds.retire(self.name, number)
-            while self._held and time.monotonic() < deadline:
-                for number, save in list(self._held.items()):
-                    with suppress(DtckptError):
-                        feeds.withdraw(self.name, number)
-                        self._free(number, save)
-                time.sleep(POLL_S if self._held else 0.0)
+            try:
+                self._await_readers(feeds, time.monotonic() + (0.0 if has_failed else self._timeout_s))
+            except DtckptError as error:
+                logger.warning("feed %r ends, and the coordinator does not know yet: %s", self.name, error)
         self._end()
 
+    def _await_readers(self, feeds: FeedClient, deadline: float) -> None:
+        """Retire all versions, and free them as readers let go of them. Raises: The coordinator does not answer."""
+        for number in self._held:
+            with suppress(VersionGoneError, FeedConflictError):
+                feeds.retire(self.name, number)
+        while self._held and time.monotonic() < deadline:
+            for number, save in list(self._held.items()):
+                with suppress(VersionLeasedError, FeedConflictError):
+                    with suppress(VersionGoneError):
+                        feeds.withdraw(self.name, number)
+                    self._free(number, save)
+            time.sleep(POLL_S if self._held else 0.0)
+
     def _end(self) -> None:
+        if self._feeds is not None:
+            self._feeds.abandon(self.name)
         if self._server is not None:
             self._server.close()
         self._server = self._feeds = None
         for number, save in list(self._held.items()):
             self._free(number, save)
         self._folder.close()
+        self._folder.remove_if_empty()

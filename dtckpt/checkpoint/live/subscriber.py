@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from torch import nn
@@ -34,6 +34,7 @@ from dtckpt.checkpoint.live.versions import location_of_version, title_of_versio
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group
 from dtckpt.checkpoint.parts.held_boxes import HeldBoxes
+from dtckpt.checkpoint.parts.layout_tags import validate_tags
 from dtckpt.checkpoint.restoring.aside import AsideMemory
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.restore import StagedRestore, restore_chosen, stage_restore
@@ -160,6 +161,8 @@ class Subscriber:
         group: The clients that read, as for `dtckpt.restore`.
         allow_rewound: Whether to take versions of an earlier step than the feed has had before, as a publisher that was
             restarted makes them.
+        layout_tags: The layout tags that the tensors must have, by glob on their published names; the first match wins.
+            Of others this reader expects none. See `dtckpt.Publisher.publish`.
         max_staging_nbytes: Bound on the memory beside the target. Default: none.
         timeout_s: Longest wait for each answer of a publisher's client, in seconds.
         serve: Whether to keep the version in the memory of this host, and to serve it to further readers.
@@ -181,6 +184,7 @@ class Subscriber:
         options: RestoreOptions | None = None,
         group: Group | None = None,
         allow_rewound: bool = True,
+        layout_tags: Mapping[str, str] = MappingProxyType({}),
         max_staging_nbytes: int | None = None,
         timeout_s: float = 60.0,
         serve: bool = False,
@@ -199,6 +203,8 @@ class Subscriber:
         self._options = options or RestoreOptions()
         self._group = group
         self._allow_rewound = allow_rewound
+        validate_tags(layout_tags)
+        self._layout_tags = dict(layout_tags)
         self._timeout_s = timeout_s
         self._aside = AsideMemory(max_staging_nbytes)
         self._held_in_place = HeldBoxes()
@@ -217,6 +223,10 @@ class Subscriber:
     def version(self) -> LiveVersion | None:
         """The version that the target has; None: none yet, or it was invalidated, or the target is mixed."""
         return self._version
+
+    def ready(self) -> bool:
+        """Whether the target has a whole version: for the health check of a server, which a router asks."""
+        return self._version is not None
 
     @property
     def is_mixed(self) -> bool:
@@ -297,9 +307,14 @@ class Subscriber:
 
     def _read_in_place(self, *, newer: bool, step: int | None, timeout_s: float) -> None:
         choice, start = self._choice(timeout_s, step, self._held_in_place, newer=newer), time.monotonic()
-        before, reports = self._version, list[RestoreReport]()
-        # From the first byte on: whoever asks meanwhile, or after a failure, must not take it for the old version.
-        self._version, self._is_mixed = None, True
+        reports = list[RestoreReport]()
+        if self._staged is not None:
+            self._staged.drop()  # to apply it later would take the target back
+
+        def begin() -> None:
+            # Before the first byte, on every client: also one that reads nothing gets bytes that others have read.
+            self._version, self._is_mixed = None, True
+
         try:
             restore_chosen(
                 location_of_version(self.name, step),
@@ -307,12 +322,10 @@ class Subscriber:
                 self.target,
                 options=replace(self._restore_options(timeout_s), report=reports.append),
                 group=self._group,
+                begin=begin,
             )
-        except BaseException as error:
-            if not (choice.opened and choice.opened[-1].parts.traffic.has_begun):
-                # Nothing was written: the version was not found, or it was refused as a whole.
-                self._version, self._is_mixed = before, False
-            elif isinstance(error, Exception):
+        except Exception as error:
+            if self._is_mixed:
                 logger.error("the target of feed %r has parts of several versions: %s", self.name, error)
             raise
         self.report = self._report_of(choice, start, reports[-1])
@@ -337,6 +350,7 @@ class Subscriber:
             want,
             wait_s=timeout_s,
             timeout_s=self._timeout_s,
+            layout_tags=self._layout_tags,
             held=held,
             announcer=self._announcer,
             relay=self._open_relay(),

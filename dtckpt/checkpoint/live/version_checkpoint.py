@@ -8,7 +8,8 @@ index with the digest that the registry told.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from dtckpt.checkpoint.live.sources import holders_of
 from dtckpt.checkpoint.live.versions import KIND, location_of_version, save_of_version, title_of_version
@@ -34,15 +35,21 @@ def index_digest(file: bytes) -> bytes:
 
 
 def open_version(
-    lease: FeedLease, timeout_s: float, held: HeldBoxes | None = None, *, own: HostFolder | None = None
+    lease: FeedLease,
+    timeout_s: float,
+    held: HeldBoxes | None = None,
+    *,
+    own: HostFolder | None = None,
+    layout_tags: Mapping[str, str] = MappingProxyType({}),
 ) -> PartCheckpoint:
-    """Open a version for reading. Local.
+    """Open a version for reading. Local. Reads raise once the lease is over, as `FeedLease.raise_if_over`.
 
     Args:
         lease: A live lease on the version.
         timeout_s: Longest wait for each answer of a publisher's client.
         held: What the memory holds that is read into.
         own: The folder of this reader's own relay.
+        layout_tags: The layout tags that the reader expects, by glob on the names of tensors.
 
     Raises:
         SourceLostError: A part is nowhere to be had.
@@ -59,9 +66,21 @@ def open_version(
         raise SourceLostError(f"{title} cannot be read: {capped(f'client {c}: {why}' for c, why in lost.items())}")
     indexes = {index.client: index for index, _, _ in found if index is not None}
     holders = {part.client: holders for part, (_, holders, _) in zip(lease.parts, found, strict=True)}
-    files = PartFiles(save, indexes, holders, kind=KIND, title=title, held=held)
+    files = PartFiles(
+        save,
+        indexes,
+        holders,
+        kind=KIND,
+        title=title,
+        held=held,
+        lost_error=SourceLostError,
+        # A reader whose process stood still may find that its lease is over, and other elements in the memory.
+        validate_held=lease.raise_if_over,
+    )
+    files.map_parts()  # a publisher that is restarted removes the files of its former attempt
     is_remote = any(not isinstance(some[0].source, HostFolder) for some in holders.values())
-    return PartCheckpoint(files, location_of_version(lease.feed, lease.step), is_remote=is_remote)
+    location = location_of_version(lease.feed, lease.step)
+    return PartCheckpoint(files, location, is_remote=is_remote, layout_tags=layout_tags)
 
 
 def _open_part(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -47,6 +47,7 @@ class VersionChoice:
         want: Which version.
         wait_s: How long the leader waits for such a version.
         timeout_s: Longest wait for each answer of the publisher.
+        layout_tags: The layout tags that the reader expects; see `dtckpt.Subscriber`.
         group: Name of these clients among all readers of their job; default: made of their numbers.
         held: What the memory holds that is read into.
         announcer: Announces the boxes that were read, for later versions.
@@ -61,6 +62,7 @@ class VersionChoice:
     want: Want
     wait_s: float = TIMEOUT_S
     timeout_s: float = TIMEOUT_S
+    layout_tags: Mapping[str, str] = field(default_factory=dict)
     group: str = ""
     held: HeldBoxes | None = None
     announcer: Announcer | None = None
@@ -103,7 +105,7 @@ class VersionChoice:
             if self.relay is not None:
                 self.lease = self.relay.hold(self.lease)
             own = None if self.relay is None else self.relay.folder
-            checkpoint = open_version(self.lease, self.timeout_s, self.held, own=own)
+            checkpoint = open_version(self.lease, self.timeout_s, self.held, own=own, layout_tags=self.layout_tags)
             self.opened = [checkpoint]
             return checkpoint
 

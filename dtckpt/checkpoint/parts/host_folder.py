@@ -247,8 +247,11 @@ class HostFolder:
         self.validate_space(nbytes)
         with translate_errors(f"make a file in {self._title}", self._where):
             try:
-                return PartFile(path, nbytes)
-            except OSError:
+                file = PartFile(path, nbytes)
+                # Again: the host's processes look at the same time, and then all make their files.
+                self._validate_bound(0)
+                return file
+            except (OSError, StorageFullError):
                 self._remove_spare(path)
                 raise
 
@@ -257,19 +260,22 @@ class HostFolder:
 
     def validate_space(self, nbytes: int) -> None:
         """Check that so many bytes more fit into the tier. Raises: StorageFullError: They do not."""
-        limit, used = self._max_nbytes, self.used_nbytes()
-        if limit is not None and used + nbytes > limit:
-            raise StorageFullError(
-                f"{self._title} {self._where} is full: {format_nbytes(used)} of its max_nbytes, "
-                f"{format_nbytes(limit)}, are in use, and {format_nbytes(nbytes)} more are needed; raise it, or "
-                "keep fewer steps"
-            )
+        self._validate_bound(nbytes)
         with translate_errors(f"look at {self._title}", self._where):
             free = shutil.disk_usage(self.path).free
         if nbytes > free:
             raise StorageFullError(
                 f"{self._title} {self._where} is full: {format_nbytes(free)} are free, and "
                 f"{format_nbytes(nbytes)} are needed; give it more memory, or keep fewer steps"
+            )
+
+    def _validate_bound(self, nbytes: int) -> None:
+        limit, used = self._max_nbytes, self.used_nbytes()
+        if limit is not None and used + nbytes > limit:
+            raise StorageFullError(
+                f"{self._title} {self._where} is full: {format_nbytes(used)} of its max_nbytes, "
+                f"{format_nbytes(limit)}, are in use, and {format_nbytes(nbytes)} more are needed; raise it, or "
+                "keep fewer steps"
             )
 
     def give_back(self, file: PartFile) -> None:
@@ -330,7 +336,8 @@ class HostFolder:
                 if file.is_replaced():
                     return
             folder = self._files / save.name
-            folder.remove_files(f"{client}{suffix}" for suffix in (VOTED, WRITTEN))
+            with suppress(FileNotFoundError):  # a newer attempt of the job has removed the directory
+                folder.remove_files(f"{client}{suffix}" for suffix in (VOTED, WRITTEN))
             self._num_files += 1
             with suppress(FileNotFoundError):
                 file.move(self.path / _SPARE / f"{self._owner}-{self._num_files}{DATA}")
@@ -385,6 +392,13 @@ class HostFolder:
                 is_dead = f"{pid}-{token}" not in _in_use if is_own_number else not Path(f"/proc/{pid}").exists()
                 if pid.isdigit() and is_dead:
                     self._remove_spare(path)
+
+    def remove_if_empty(self) -> None:
+        """Remove the directory of the job if no process of the job has files there."""
+        with suppress(OSError):
+            (self._files / _SPARE).remove(())
+            if [entry.name for entry in self.path.iterdir()] == [_JOB]:
+                self._files.remove([_JOB])
 
     def remove_spare(self) -> None:
         """Remove the files that wait to be used again. Processes that have mapped one keep its memory."""

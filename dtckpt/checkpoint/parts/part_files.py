@@ -14,8 +14,9 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,11 @@ from dtckpt.checkpoint.parts.announced_boxes import Box
 from dtckpt.checkpoint.parts.changes import WORDS
 from dtckpt.checkpoint.parts.held_boxes import BoxContent, HeldBoxes
 from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.layout_tags import validate_expected_tags
 from dtckpt.checkpoint.parts.open_part import OpenPart, piece_digest, piece_seed
 from dtckpt.checkpoint.parts.peers import BoxRequest, Peer
 from dtckpt.checkpoint.parts.records import PartCopy, PartIndex, SaveId
+from dtckpt.checkpoint.parts.server import MAX_BOXES
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
 from dtckpt.checkpoint.reading.piece_reads import PieceInfo
@@ -170,9 +173,13 @@ class PartFiles(CheckpointFiles):
         kind: The kind of the checkpoint.
         title: Names the save in messages, as ``step 7 of the local tier``.
         held: What the memory holds that is read into; default: nothing is known of it.
+        lost_error: Raised if no host that holds a part answers.
+        validate_held: Called after each read, before what it brought counts; raises if the parts may have been freed
+            meanwhile. Default: they are not.
 
     Attributes:
         boxes: By client, the boxes of its pieces that were read or held, but for whole pieces; empty without ``held``.
+        tags: The layout tags of the tensors.
     """
 
     refused: Mapping[str, DtckptError] = {}
@@ -189,8 +196,11 @@ class PartFiles(CheckpointFiles):
         kind: str,
         title: str,
         held: HeldBoxes | None = None,
+        lost_error: type[DtckptError] = CheckpointCorruptError,
+        validate_held: Callable[[], object] = lambda: None,
     ) -> None:
         self.kind = kind
+        self._lost_error, self._validate_held = lost_error, validate_held
         self.save = save
         self.indexes = indexes
         self.traffic = PartTraffic()
@@ -211,12 +221,12 @@ class PartFiles(CheckpointFiles):
 
     def _tensors(self) -> dict[str, PieceTensor]:
         pieces: dict[str, list[Piece]] = defaultdict(list)
-        facts: dict[str, tuple[tuple[int, ...], str, Any]] = {}
+        facts: dict[str, tuple[tuple[int, ...], str, str, Any]] = {}
         for client, index in sorted(self.indexes.items()):
             self._digests |= index.digests()
             for tensor in index.tensors:
-                known = facts.setdefault(tensor.name, (tensor.shape, tensor.dtype, tensor.layout))
-                if known[:2] != (tensor.shape, tensor.dtype):
+                own = tensor.shape, tensor.dtype, tensor.tag
+                if facts.setdefault(tensor.name, (*own, tensor.layout))[:3] != own:
                     raise CheckpointCorruptError(f"the parts of {self._title} describe {tensor.name!r} differently")
             for number, piece in enumerate(index.pieces):
                 name = index.tensors[piece.tensor].name
@@ -224,9 +234,10 @@ class PartFiles(CheckpointFiles):
                 self._numbers[name, piece.region] = client, number
             for number, piece in enumerate(index.copies, len(index.pieces)):
                 self._near[index.tensors[piece.tensor].name, piece.region] = client, number
+        self.tags = {name: tag for name, (*_, tag, _) in facts.items()}
         return {
             name: PieceTensor(name, shape, dtype, tuple(pieces[name]), layout)
-            for name, (shape, dtype, layout) in facts.items()
+            for name, (shape, dtype, _, layout) in facts.items()
         }
 
     def _describe(self, name: str) -> TensorInfo:
@@ -261,6 +272,7 @@ class PartFiles(CheckpointFiles):
         max_in_flight: int | None,
         count: Callable[[int], object],
     ) -> int:
+        self._validate_held()
         if self._held is not None and not self.traffic.has_begun:
             self._held.begin()
         self.traffic.has_begun = True
@@ -284,10 +296,13 @@ class PartFiles(CheckpointFiles):
                     nbytes = future.result()
                     total += nbytes
                     count(nbytes)
-            except BaseException:
+            except BaseException as error:
                 # After a failure nothing may go on writing into the caller's memory.
                 pool.shutdown(cancel_futures=True)
+                if isinstance(error, DtckptError):
+                    self._validate_held()  # says more: memory that was freed has other elements
                 raise
+        self._validate_held()
         return total
 
     def _reads(self, requests: Iterable[tuple[str, RegionBuffers]]) -> Iterator[_BoxRead]:
@@ -396,6 +411,13 @@ class PartFiles(CheckpointFiles):
         """Return the folder of this host that has a client's part; None if this host does not hold it."""
         return next((each.source for each in self._holders[client] if isinstance(each.source, HostFolder)), None)
 
+    def map_parts(self) -> None:
+        """Map the parts of this host now: then they stay, even if their files are removed before they are read."""
+        for client in self.indexes:
+            if self._own_folder(client) is not None:
+                with suppress(CheckpointCorruptError):  # it is asked for again when it is read
+                    self._own_part(client)
+
     def _own_part(self, client: int) -> OpenPart:
         part, folder = self._parts.get(client), self._own_folder(client)
         if part is None:
@@ -426,7 +448,8 @@ class PartFiles(CheckpointFiles):
                 continue
             self._count(holder.name, sent, batch)
             return nbytes
-        raise CheckpointCorruptError(
+        is_damaged = isinstance(failure, CheckpointCorruptError)
+        raise (CheckpointCorruptError if is_damaged else self._lost_error)(
             f"no host holds the part of client {client} of {self._title} undamaged: {failure}"
         ) from failure
 
@@ -504,13 +527,27 @@ class PartCheckpoint(Checkpoint):
         files: Its parts.
         path: Its directory on this host, or its location.
         is_remote: Whether other hosts hold parts that this host lacks.
+        layout_tags: The tags that its reader expects, by glob on names.
     """
 
-    def __init__(self, files: PartFiles, path: Location, *, is_remote: bool) -> None:
+    def __init__(
+        self,
+        files: PartFiles,
+        path: Location,
+        *,
+        is_remote: bool,
+        layout_tags: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         super().__init__(path, files)
         self.parts = files
+        self._layout_tags = layout_tags
         # Where clients need the same bytes, one of them reads each, and sends it on.
         self.is_remote = is_remote
+
+    @override
+    def validate_wanted(self, names: Iterable[str]) -> None:
+        tags = self.parts.tags
+        validate_expected_tags(((name, tags[name]) for name in names), self._layout_tags, str(self.path))
 
     @override
     def is_held(self, name: str, buffers: RegionBuffers) -> bool:
@@ -540,7 +577,7 @@ def _batches(reads: Iterable[_BoxRead]) -> Iterator[list[_BoxRead]]:
     batch: list[_BoxRead] = []
     nbytes = 0
     for read in reads:
-        if batch and nbytes + read.nbytes > REQUEST_NBYTES:
+        if batch and (nbytes + read.nbytes > REQUEST_NBYTES or len(batch) == MAX_BOXES):
             yield batch
             batch, nbytes = [], 0
         batch.append(read)

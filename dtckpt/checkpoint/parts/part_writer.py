@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from dtckpt.checkpoint.leaves import host_array
 from dtckpt.checkpoint.parts.host_folder import HostFolder, PartFile
+from dtckpt.checkpoint.parts.layout_tags import tag_of
 from dtckpt.checkpoint.parts.open_part import piece_digest
 from dtckpt.checkpoint.parts.records import NO_COPIES, NearCopies, PartPiece, PartTensor
 from dtckpt.checkpoint.saving.plan import SavePlan
@@ -90,7 +92,13 @@ def _aligned(region: Region, itemsize: int) -> int:
 
 
 def described_pieces(
-    staged: State, plan: SavePlan, file: PartFile, client: int, copies: NearCopies
+    staged: State,
+    plan: SavePlan,
+    file: PartFile,
+    client: int,
+    copies: NearCopies,
+    *,
+    tags: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[tuple[PartTensor, ...], tuple[PartPiece, ...], tuple[PartPiece, ...]]:
     """Return the tensors, pieces and near copies of a part that is staged in a file; digests are taken here.
 
@@ -100,8 +108,11 @@ def described_pieces(
         file: The file.
         client: This client.
         copies: The regions of which this client keeps near copies.
+        tags: The tags of tensors, by glob on their names; the first match wins.
     """
-    tensors = tuple(PartTensor(spec.name, spec.shape, spec.dtype, spec.layout) for spec in staged.specs)
+    tensors = tuple(
+        PartTensor(spec.name, spec.shape, spec.dtype, spec.layout, tag_of(spec.name, tags)) for spec in staged.specs
+    )
     numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
     own = ((tensor.name, region) for tensor in plan.tensors for region in written_regions(tensor, client))
     near = ((name, region) for name, regions in copies.items() for region in regions)

@@ -205,7 +205,7 @@ class _Answer:
         """Return the next bytes."""
         data = self._response.read(nbytes)
         if len(data) < nbytes:
-            raise CheckpointCorruptError(f"host {self._host}: the answer ended before its length")
+            raise self._ended()
         return data
 
     def fill(self, buffer: memoryview, digest: xxhash.xxh3_64) -> None:
@@ -214,9 +214,14 @@ class _Answer:
         while at < len(buffer):
             count = self._response.readinto(buffer[at : at + RECV_NBYTES])
             if not count:
-                raise CheckpointCorruptError(f"host {self._host}: the answer ended before its length")
+                raise self._ended()
             digest.update(buffer[at : at + count])
             at += count
+
+    def _ended(self) -> DtckptError:
+        # What the host has said it would send came, or it died meanwhile.
+        kind = StorageError if self._response.length else CheckpointCorruptError
+        return kind(f"host {self._host}: the answer ended before its length")
 
     def goes_on(self) -> bool:
         """Whether there is more of it."""

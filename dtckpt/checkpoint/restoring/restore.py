@@ -170,15 +170,18 @@ def restore_chosen(
     *,
     options: RestoreOptions,
     group: Group | None = None,
+    begin: Callable[[], object],
 ) -> Any:
     """Restore a checkpoint that the clients choose together. Otherwise as `restore`.
 
     Args:
         path: The checkpoint's name in messages.
         choose: Chooses it.
-        target: As for `restore`, like the further arguments.
+        target: As for `restore`, like ``options`` and ``group``.
+        begin: Called on every client before its memory of the target is written, by it or by another client.
     """
-    return _RestoreRequest.of(path, choose, target, options, group=group).run(StagedRestore.apply)
+    request = _RestoreRequest.of(path, choose, target, options, group=group)
+    return replace(request, begin=begin).run(StagedRestore.apply)
 
 
 def stage_restore(
@@ -234,6 +237,7 @@ class _RestoreRequest:
         coordination: The connection to the other clients.
         participants: The clients that restore; None: all clients of the job.
         aside: The memory that is read into; None: the target's own.
+        begin: See `restore_chosen`.
     """
 
     path: str | Location
@@ -243,6 +247,7 @@ class _RestoreRequest:
     coordination: Coordination
     participants: Sequence[int] | None
     aside: AsideMemory | None = None
+    begin: Callable[[], object] = lambda: None
 
     @classmethod
     def of(
@@ -391,6 +396,7 @@ def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> 
                 validate_expected(report)
 
         def read() -> bytes:
+            request.begin()
             fill_tensors(checkpoint, prepared.beside, prepared.tied, shared, phases, handed_on=handed)
             return Written(0, phases.costs).to_bytes()
 
@@ -417,6 +423,7 @@ def _prepare(
     with gc_paused():
         checkpoint = open_()
         planned = request.plan(checkpoint)
+        checkpoint.validate_wanted(name for name, _ in planned.leaves)
         report = planned.report(checkpoint)
     with _told_of_refusal(options, report):
         validate_report(report, options)

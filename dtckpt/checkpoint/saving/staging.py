@@ -69,6 +69,7 @@ class StagingMemory:
         with_copies: bool,
         count: Callable[[int], object],
         beside: Mapping[str, Sequence[Region]] = MappingProxyType({}),
+        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> State:
         """Copy the elements that a client will write; with ``with_copies``, digest every copy of a value that it holds.
 
@@ -84,6 +85,7 @@ class StagingMemory:
             count: Called with the bytes that were copied.
             beside: By tensor, further regions to copy, each inside a box that this client holds. These copies come
                 behind the others.
+            dtypes: By tensor, the dtype that its elements are converted to; default: their own.
 
         Returns:
             The state in staging memory; the given one if its elements do not come from memory.
@@ -110,7 +112,7 @@ class StagingMemory:
             for box, copies in state.source.parts(name):
                 boxes += [(name, region, [view]) for region, view in _views_to_stage(box, copies[0].detach(), regions)]
         sources = [view for _, _, views in boxes for view in views]
-        targets = self._carve(sources)
+        targets = self._carve(sources, [dtypes.get(name, view.dtype) for name, _, views in boxes for view in views])
         with torch.no_grad():
             _copy(targets, sources)
         parts: dict[str, Parts] = {}
@@ -120,12 +122,13 @@ class StagingMemory:
         count(sum(target.nbytes for target in targets))
         return replace(state, source=MemorySource(parts, noted))
 
-    def _carve(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _carve(self, sources: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:
         """Cut the block into buffers for the tensors; take a new block if it is too small, or much too large."""
-        shapes = [(source.shape, source.dtype) for source in sources]
+        shapes = [(source.shape, dtype) for source, dtype in zip(sources, dtypes, strict=True)]
         gpu = next((source.device for source in sources if source.is_cuda and source.numel()), None)
         is_for_gpus = gpu is not None
-        sizes = [math.ceil(source.nbytes / ALIGNMENT) * ALIGNMENT for source in sources]
+        lengths = [source.numel() * dtype.itemsize for source, dtype in zip(sources, dtypes, strict=True)]
+        sizes = [math.ceil(length / ALIGNMENT) * ALIGNMENT for length in lengths]
         needed = sum(sizes)
         if not needed <= self._block.numel() <= 2 * needed or is_for_gpus > self._is_for_gpus:
             self._unlock()
@@ -137,8 +140,8 @@ class StagingMemory:
             return self._pieces
         starts = np.cumsum([0, *sizes]).tolist()
         self._pieces = [
-            self._block[start : start + source.nbytes].view(source.dtype).view(source.shape)
-            for start, source in zip(starts, sources, strict=False)
+            self._block[start : start + length].view(dtype).view(shape)
+            for start, length, (shape, dtype) in zip(starts, lengths, shapes, strict=False)
         ]
         self._shapes = shapes
         return self._pieces
@@ -191,17 +194,17 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
                         # A conjugate or negative view is resolved on the host after the copy, so this copy blocks.
                         target.copy_(source, non_blocking=not (source.is_conj() or source.is_neg()))
         on_host = [pair for pair in pairs if not pair[1].is_cuda]
-        large = [pair for pair in on_host if _is_large(pair[1])]
-        others = [pair for pair in on_host if not _is_large(pair[1])]
+        large = [pair for pair in on_host if _is_large(*pair)]
+        others = [pair for pair in on_host if not _is_large(*pair)]
         _copy_large(large)
         if others:
             torch_private.foreach_copy([target for target, _ in others], [source for _, source in others])
 
 
-def _is_large(source: torch.Tensor) -> bool:
+def _is_large(target: torch.Tensor, source: torch.Tensor) -> bool:
     """Whether a tensor's bytes are copied by `_copy_large`, as they are."""
     is_plain = source.is_contiguous() and not source.is_conj() and not source.is_neg()
-    return is_plain and source.device.type == "cpu" and source.nbytes >= LARGE_NBYTES
+    return is_plain and target.dtype == source.dtype and source.device.type == "cpu" and source.nbytes >= LARGE_NBYTES
 
 
 def _copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

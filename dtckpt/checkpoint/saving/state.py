@@ -22,7 +22,7 @@ from dtckpt.checkpoint.rng_state import RngState
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, TensorSpec, copies_of, holdings_of
 from dtckpt.checkpoint.saving.replica_check import Replica
 from dtckpt.checkpoint.saving.replica_rules import ReplicaRules, Role, Roles
-from dtckpt.checkpoint.saving.stored_dtypes import StoredDtypes
+from dtckpt.checkpoint.saving.stored_dtypes import Casts, StoredDtypes
 from dtckpt.checkpoint.saving.write import Source
 from dtckpt.checkpoint.shards import Shards, shard_marks, sharded_state
 from dtckpt.dtensor.torch_interop import KeptLayouts
@@ -56,7 +56,9 @@ class State:
     contents: Callable[[], Mapping[str, int]] = dict
 
 
-def state_of_tree(tree: Any, options: SaveOptions, client: int, clients: Sequence[int]) -> State:
+def state_of_tree(
+    tree: Any, options: SaveOptions, client: int, clients: Sequence[int], *, casts: Casts | None = None
+) -> State:
     """Describe a state tree for a save over some clients.
 
     Args:
@@ -64,10 +66,13 @@ def state_of_tree(tree: Any, options: SaveOptions, client: int, clients: Sequenc
         options: See `SaveOptions`.
         client: This client.
         clients: The clients that save.
+        casts: The dtypes that tensors are converted to as they are copied; default: their own.
     """
     leaves, structure, roles = flatten_state(tree, ClientNumber.among(client, clients))
     entries = [(name, value, "") for name, value in leaves.items()]
-    return state_of_tensors(entries, options, clients=clients, structure=structure, roles=roles, with_root_meshes=True)
+    return state_of_tensors(
+        entries, options, clients=clients, structure=structure, roles=roles, with_root_meshes=True, casts=casts
+    )
 
 
 def flatten_state(tree: Any, client: ClientNumber) -> tuple[dict[str, Any], trees.Node, dict[str, Role]]:
@@ -85,6 +90,7 @@ def state_of_tensors(
     structure: trees.Node | None = None,
     roles: Mapping[str, Role] = MappingProxyType({}),
     with_root_meshes: bool = False,
+    casts: Casts | None = None,
 ) -> State:
     """Describe named tensors for a save.
 
@@ -95,6 +101,7 @@ def state_of_tensors(
         structure: Structure of the state tree and its plain values.
         roles: The roles of tensors, by name, where they have one.
         with_root_meshes: Whether a tensor on a slice of a mesh is on all slices, and its layout that on the root mesh.
+        casts: As for `state_of_tree`.
     """
     validate_mode()
     with gc_paused():
@@ -104,7 +111,7 @@ def state_of_tensors(
             (
                 name,
                 leaf.shape,
-                leaf.dtype,
+                leaf.dtype if casts is None else casts.choose(name, leaf.dtype),
                 leaf.save_as_bf16,
                 root_layout(leaf.layout) if with_root_meshes and leaf.layout is not None else leaf.layout,
                 slice_text,

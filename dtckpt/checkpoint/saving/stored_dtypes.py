@@ -1,7 +1,11 @@
-"""`StoredDtypes`: the rules in which dtype each tensor is stored, and so which tensors are rounded to bfloat16."""
+"""`StoredDtypes`: the rules in which dtype each tensor is stored, and so which tensors are rounded to bfloat16.
+
+`Casts`: the dtypes that the tensors of a live version are converted to as they are copied.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -36,6 +40,52 @@ class StoredDtypes:
         if chosen is not None:
             return chosen
         return "bfloat16" if self._rounds_all or save_as_bf16 else dtype
+
+
+CAST_DTYPES = ("float16", "bfloat16", "float32", "float64")
+"""The dtypes between which a live version may convert: each has a sign, infinities and NaN."""
+
+
+class Casts:
+    """The rules of one live version, in order: the first whose pattern matches a tensor's name decides.
+
+    Args:
+        rules: By glob on the names of tensors, a dtype of `CAST_DTYPES`, as a name or as torch spells it.
+
+    Raises:
+        ConfigError: A rule is malformed.
+    """
+
+    def __init__(self, rules: Mapping[str, object]) -> None:
+        self._rules = {pattern: str(dtype).removeprefix("torch.") for pattern, dtype in rules.items()}
+        for pattern, dtype in self._rules.items():
+            if not isinstance(pattern, str) or not pattern or dtype not in CAST_DTYPES:
+                raise ConfigError(
+                    f"cast has {pattern!r}: {dtype!r}; expected globs, and one of {', '.join(CAST_DTYPES)}"
+                )
+
+    def choose(self, name: str, dtype: str) -> str:
+        """Return the dtype that a tensor is published in: its own, if it has no rule or is of another kind."""
+        if dtype not in CAST_DTYPES:
+            return dtype
+        return next((chosen for pattern, chosen in self._rules.items() if fnmatchcase(name, pattern)), dtype)
+
+    def validate_all_used(self, tensors: Iterable[tuple[str, str]]) -> None:
+        """Refuse patterns that match no tensor which can be cast.
+
+        Args:
+            tensors: Names and published dtypes.
+
+        Raises:
+            ConfigError: A pattern matches none.
+        """
+        names = [name for name, dtype in tensors if dtype in CAST_DTYPES]
+        unused = [pattern for pattern in self._rules if not any(fnmatchcase(name, pattern) for name in names)]
+        if unused:
+            raise ConfigError(
+                f"cast: no {' or '.join(CAST_DTYPES)} tensor matches {capped(map(repr, unused))}; expected globs over "
+                "the names of the tensors that are published"
+            )
 
 
 @lru_cache(maxsize=KEPT_STRUCTURES)

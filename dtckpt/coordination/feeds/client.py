@@ -32,7 +32,7 @@ from dtckpt.coordination.feeds.events import NEWEST, Want
 from dtckpt.coordination.feeds.leases import FeedLease
 from dtckpt.coordination.feeds.state import READABLE
 from dtckpt.coordination.feeds.tickets import Claim, check_ticket
-from dtckpt.coordination.grpc_calls import UnknownError, backoffs
+from dtckpt.coordination.grpc_calls import CALL_TIMEOUT_S, UnknownError, backoffs
 from dtckpt.coordination.grpc_client import MAX_WAIT_S, GrpcCoordination
 
 logger = logging.getLogger("dtckpt.coordination")
@@ -60,6 +60,7 @@ class _KeptVersion:
     announcement: pb.AnnounceRequest
     part: pb.PutPartRequest | None = None
     is_retired: bool = False
+    is_freed: bool = False
 
 
 @dataclass(slots=True)
@@ -247,6 +248,27 @@ class FeedClient:
         self._forget(feed, number)
         return answer
 
+    def abandon(self, feed: str) -> None:
+        """Say that the memory of all versions is freed; the thread of this client tells it when it can."""
+        with self._lock:
+            if feed in self._feeds:
+                for version in self._feeds[feed].versions.values():
+                    version.is_freed = True
+
+    def _take_back(self, feed: str, number: int) -> None:
+        """Let a version end whose memory is freed already. Its last readers have leases, and find no source."""
+        attempt = self._version(feed, number).announcement.attempt
+        retire = pb.RetireRequest(task=self._task, feed=feed, attempt=attempt, number=number)
+        withdraw = pb.WithdrawRequest(task=self._task, feed=feed, attempt=attempt, number=number)
+        try:
+            self._call(lambda stub, t: stub.Retire(retire, timeout=t))
+            self._call(lambda stub, t: stub.Withdraw(withdraw, timeout=t))
+        except errors.VersionLeasedError:
+            return
+        except (errors.VersionGoneError, errors.FeedConflictError, errors.FencedError, UnknownError):
+            pass  # the coordinator offers it to nobody
+        self._forget(feed, number)
+
     def _forget(self, feed: str, number: int) -> None:
         with self._lock:
             self._opened(feed).versions.pop(number, None)
@@ -310,7 +332,7 @@ class FeedClient:
                 lease = FeedLease.from_proto(request, response.lease, ends_at)
                 lease.clock = self._clock
                 with self._lock:
-                    self._leases[feed, lease_id] = lease
+                    lease = self._leases.setdefault((feed, lease_id), lease).brought_up(lease)
                 self._start()
                 return lease
             if left_s <= 0:
@@ -333,9 +355,14 @@ class FeedClient:
 
     def _ask(self, request: pb.SubscribeRequest) -> tuple[float, pb.SubscribeResponse]:
         """Ask for a lease; return when the last try began, and the answer."""
-        return self._again_if_unknown(
-            lambda: self._timed(lambda stub, t: stub.Subscribe(request, timeout=t), self._timeout_s, request.max_wait_s)
-        )
+        wait_s = request.max_wait_s
+
+        def ask(stub: pb_grpc.FeedsStub, seconds: float) -> pb.SubscribeResponse:
+            # After tries that failed less time is left: the coordinator must answer within it that there is no version.
+            request.max_wait_s = min(wait_s, max(0.0, seconds - CALL_TIMEOUT_S))
+            return stub.Subscribe(request, timeout=seconds)
+
+        return self._again_if_unknown(lambda: self._timed(ask, self._timeout_s, wait_s))
 
     def done(self, lease: FeedLease, outcome: str) -> None:
         """Need a lease no more; it ends with the last client of the group.
@@ -446,6 +473,13 @@ class FeedClient:
         with self._lock:
             versions = list(self._opened(feed).versions.items())
         for number, version in versions:
+            if version.is_freed:
+                try:
+                    self._take_back(feed, number)
+                except errors.DtckptError as error:
+                    logger.warning("version %d of feed %r was not taken back: %s", number, feed, error)
+                    return
+                continue
             if version.part is None:
                 continue
             part = version.part
@@ -476,6 +510,10 @@ class FeedClient:
 
     def _refresh_for_ever(self) -> None:
         while not self._closing.wait(self._period_s()):
+            with self._lock:
+                if not self._coordination.is_registered:  # it has left; to go on would bring it back
+                    self._thread = None
+                    return
             try:
                 self.refresh()
             except errors.DtckptError as error:
@@ -561,7 +599,7 @@ class FeedClient:
         """Open a feed again, and announce and put the versions that this process has in memory."""
         self._again_if_unknown(lambda: self._open(opened))
         with self._lock:
-            versions = list(opened.versions.values())
+            versions = [version for version in opened.versions.values() if not version.is_freed]
         for version in versions:
             announcement, part = version.announcement, version.part
             try:

@@ -87,6 +87,12 @@ class FeedLease:
         if self.error is not None:
             raise self.error
 
+    def brought_up(self, told: FeedLease) -> FeedLease:
+        """Take over what the registry told last, and return this lease: whoever has it, has the one that is renewed."""
+        self.parts, self.holders, self.lost = told.parts, told.holders, told.lost
+        self.ends_at = max(self.ends_at, told.ends_at)
+        return self
+
     @classmethod
     def from_proto(cls, request: pb.SubscribeRequest, lease: pb.Lease, ends_at: float) -> FeedLease:
         """Return the lease in the answer to a request."""
