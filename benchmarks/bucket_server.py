@@ -4,8 +4,8 @@ moto's server, which the tests use, answers some hundred requests a second; this
 against. It knows what checkpoints need: objects and ranges of them, conditional writes, uploads in parts, and lists.
 Signatures and checksums are not looked at.
 
-Run: ``python -m benchmarks.bucket_server [--latency-ms 20]``; it prints its URL. ``GET /-/counts`` returns what was
-counted since the last such request; ``GET /-/clear`` removes all objects.
+Run: ``python -m benchmarks.bucket_server [--latency-ms 20]``; it prints its URL. ``GET /-/counts`` returns the counts
+since the last such request; ``GET /-/clear`` removes all objects.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ class BucketServer(socketserver.ThreadingTCPServer):
             self._in_flight -= 1
 
     def take_counts(self) -> Counts:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         with self.lock:
             counts, self._counts = self._counts, Counts()
         return counts
 
     def clear(self) -> Counts:
-        """Remove all objects; return what was counted."""
+        """Remove all objects; return the counts."""
         with self.lock:
             self.objects.clear()
         return self.take_counts()

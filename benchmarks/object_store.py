@@ -4,9 +4,9 @@ All talk to one server on loopback, `benchmarks.bucket_server`, with 20 ms of la
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.object_store [--mib 256] [--small 1000] [--rounds 5]
 
-DCP writes and reads through ``s3torchconnector``; without it DCP is left out. "TensorStore" writes each client's parts
-as Zarr v3 arrays of its own, with the chunks that it chooses. "Plain" writes and reads as many bytes as objects of 8
-MiB, 16 at a time: the limit of the server on this machine. Neither of the two digests, nor commits.
+DCP writes and reads through ``s3torchconnector``; without it DCP is left out. "TensorStore" writes the parts of
+each client as separate Zarr v3 arrays, in chunks that TensorStore chooses. "Plain" writes and reads as many bytes as
+objects of 8 MiB, 16 at a time: the limit of the server on this machine. Neither of the two digests, nor commits.
 """
 
 from __future__ import annotations

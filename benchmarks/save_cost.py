@@ -1,4 +1,4 @@
-"""Processor time that a save takes from training: seconds per GiB of all threads, and what they are spent on.
+"""Processor time that a save takes from training: seconds per GiB of all threads, by kind of work.
 
 Same tensors, same processes, in turns, medians. Run:
 
@@ -62,7 +62,7 @@ class Cost:
 
 
 def cost_of(work: Callable[[], object]) -> Cost:
-    """Do a work on all clients; return what it cost them."""
+    """Do a work on all clients; return its cost."""
     gc.collect()
     os.sync()  # or what somebody else left to be written would be waited for
     dist.barrier()

@@ -449,7 +449,7 @@ class Publisher:
             self._registry.abort(self.name, number, f"{type(cause).__name__}: {cause}")
         except DtckptError as error:
             if number in self._held:
-                # It is readable, or nobody can say. It is freed as all versions are, when a newer one is published.
+                # The version may be readable. As all versions, it is freed when a newer one is published.
                 title = title_of_version(self.name, number, version.save.step)
                 logger.warning("%s stays in memory for now: %s", title, error)
                 return
