@@ -63,7 +63,12 @@ def test_its_training_in_memory_goes_on_from_there(pool, tmp_path: Path) -> None
 @pytest.mark.processes
 def test_its_engine_takes_the_weights_of_its_trainer(tmp_path: Path) -> None:
     """Two jobs, as the demo starts them by torchrun."""
-    with server_in_thread() as port, Pool() as trainers, Pool() as engines, ThreadPoolExecutor(1) as thread:
+    with (
+        server_in_thread(heartbeat_timeout_s=20.0) as port,
+        Pool() as trainers,
+        Pool() as engines,
+        ThreadPoolExecutor(1) as thread,
+    ):
         options = {"clients": 2, "coordinator": f"127.0.0.1:{port}"}
         loop, folder = "train_and_rollout", f"--folder={tmp_path}"
         trained = thread.submit(trainers.values, run_loop, loop, ["--job=train", folder], **options)

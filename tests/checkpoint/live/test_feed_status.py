@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 def test_the_bytes_of_a_version_are_those_of_its_tensors(tmp_path):
     nbytes = sum(tensor.nbytes for tensor in live_cases.values(0).values())
-    with server_in_thread() as port, Pool() as publishers, ThreadPoolExecutor(1) as thread:
+    with server_in_thread(heartbeat_timeout_s=20.0) as port, Pool() as publishers, ThreadPoolExecutor(1) as thread:
         options = {"clients": 2, "group": True, "coordinator": f"127.0.0.1:{port}"}
         published = thread.submit(publishers.values, live_cases.publish_and_wait, tmp_path, [4, 5], **options)
         wait_until(lambda: (tmp_path / "published").exists() or published.done(), 60)

@@ -18,7 +18,12 @@ pytestmark = pytest.mark.processes
 @pytest.fixture
 def jobs():
     """Runs a case of a publisher and a case of a reader, each in the client processes of a separate job."""
-    with server_in_thread() as port, Pool() as publishers, Pool() as readers, ThreadPoolExecutor(1) as thread:
+    with (
+        server_in_thread(heartbeat_timeout_s=20.0) as port,
+        Pool() as publishers,
+        Pool() as readers,
+        ThreadPoolExecutor(1) as thread,
+    ):
 
         def run(publisher, reader, *, clients=(2, 2)):
             (publish, *given), (read, *asked) = publisher, reader

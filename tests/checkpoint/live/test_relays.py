@@ -19,7 +19,7 @@ HOSTS = [f"engine{number}" for number in range(8)]
 def hosts():
     """Runs cases, each in a client process of a separate job; returns their answers in order."""
     with ExitStack() as stack:
-        port = stack.enter_context(server_in_thread())
+        port = stack.enter_context(server_in_thread(heartbeat_timeout_s=5.0))
 
         def run(*cases):
             pools = [stack.enter_context(Pool()) for _ in cases]

@@ -74,7 +74,7 @@ from .jobs_here import FEED, WAIT_S, Jobs, blank, has_step, weights
 
 @pytest.fixture
 def jobs(tmp_path):
-    with server_in_thread() as port:
+    with server_in_thread(heartbeat_timeout_s=5.0) as port:
         made = Jobs(port, tmp_path)
         try:
             yield made

@@ -20,7 +20,7 @@ def pools():
 @pytest.mark.parametrize("in_place", [False, True])
 def test_05_one_client_fails(pools, tmp_path, in_place):
     publishers, readers = pools
-    with server_in_thread() as port, ThreadPoolExecutor(1) as thread:
+    with server_in_thread(heartbeat_timeout_s=5.0) as port, ThreadPoolExecutor(1) as thread:
         options = {"group": True, "coordinator": f"127.0.0.1:{port}"}
         published = thread.submit(
             publishers.values, situation_cases.publish_and_stay, tmp_path, [3, 4], clients=1, **options
@@ -38,7 +38,7 @@ def test_05_one_client_fails(pools, tmp_path, in_place):
 
 def test_34_bound_of_a_host(pools, tmp_path):
     publishers, _ = pools
-    with server_in_thread() as port:
+    with server_in_thread(heartbeat_timeout_s=5.0) as port:
         found = publishers.values(
             situation_cases.publish_within_bounds, tmp_path, clients=2, group=True, coordinator=f"127.0.0.1:{port}"
         )
@@ -48,7 +48,7 @@ def test_34_bound_of_a_host(pools, tmp_path):
 
 def test_clients_that_publish_differently(pools, tmp_path):
     publishers, _ = pools
-    with server_in_thread() as port:
+    with server_in_thread(heartbeat_timeout_s=5.0) as port:
         found = publishers.values(
             situation_cases.publish_differently, tmp_path, clients=2, group=True, coordinator=f"127.0.0.1:{port}"
         )
