@@ -311,6 +311,11 @@ class Subscriber:
         if self._staged is not None:
             self._staged.drop()  # to apply it later would take the target back
 
+        def tell(report: RestoreReport) -> None:
+            reports.append(report)
+            if self._options.report is not None:
+                self._options.report(report)
+
         def begin() -> None:
             # Before the first byte, on every client: also one that reads nothing gets bytes that others have read.
             self._version, self._is_mixed = None, True
@@ -320,7 +325,7 @@ class Subscriber:
                 location_of_version(self.name, step),
                 choice,
                 self.target,
-                options=replace(self._restore_options(timeout_s), report=reports.append),
+                options=replace(self._restore_options(timeout_s), report=tell),
                 group=self._group,
                 begin=begin,
             )

@@ -193,12 +193,13 @@ def restore_newest(folder: Path) -> Any:
 def update_in_place(folder: Path) -> Any:
     def work() -> Any:
         target = {"model": sharded({name: torch.zeros(shape) for name, shape in SHAPES.items()}, 1), "step": -1}
-        with Subscriber(FEED, target) as subscriber:
+        told: list[dtckpt.RestoreReport] = []
+        with Subscriber(FEED, target, options=dtckpt.RestoreOptions(report=told.append)) as subscriber:
             first = subscriber.update(in_place=True)
             none = subscriber.update(in_place=True, timeout_s=0)
             subscriber.invalidate()
             again = subscriber.update()
-            return first.step, none, again == first, subscriber.is_mixed, differs(target["model"], 5, 1)
+            return first.step, none, again == first, subscriber.is_mixed, differs(target["model"], 5, 1), len(told)
 
     return with_reader(folder, work)
 

@@ -57,7 +57,8 @@ def test_a_restore_and_an_open_checkpoint(jobs, tmp_path):
 
 def test_updates_in_place(jobs, tmp_path):
     _, found = jobs((live_cases.publish_and_wait, tmp_path, [5]), (live_cases.update_in_place, tmp_path))
-    assert found == [(5, None, True, False, [])] * 2
+    # The caller's own function gets the report of each version, in place or not.
+    assert found == [(5, None, True, False, [], 2)] * 2
 
 
 def test_a_target_that_does_not_fit_is_refused_before_anything_is_written(jobs, tmp_path):
