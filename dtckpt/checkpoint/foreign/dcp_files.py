@@ -10,8 +10,9 @@ Libraries on top of PyTorch write companions beside it, which are a part of the 
     common.pt       Megatron     everything but sharded tensors and objects; likewise
     metadata.json   Megatron     names the format of the directory, and holds no state
 
-From version 0.19 on, Megatron has an item in place of ``common.pt`` (`dtckpt.checkpoint.foreign.megatron`). Both libraries put the items of their file beside the checkpoint's items when they load it, and so does dtckpt.
-Any other file of ``torch.save`` is an item under its own name. A file of an unknown format is listed as unread.
+From version 0.19 on, Megatron has an item in place of ``common.pt`` (`dtckpt.checkpoint.foreign.megatron`). Both
+libraries put the items of their file beside the checkpoint's items when they load it, and so does dtckpt. Any other file
+of ``torch.save`` is an item under its own name. A file of an unknown format is listed as unread.
 
 Sources: lightning.fabric.utilities.load, and megatron.core.dist_checkpointing.serialization.
 """
@@ -93,13 +94,12 @@ def _without_common(folder: Folder, metadata: DcpMetadata) -> tuple[DcpMetadata,
     if item is None or metadata.paths[megatron.COMMON_ITEM] != (megatron.COMMON_ITEM,):
         return metadata, {}
     try:
-        value = read_value(folder, (), item, ReadBudget(f"{folder}/{item.file}"), find=megatron.only_item)
+        budget = ReadBudget(f"{folder}/{item.file}")
+        value: Value | DtckptError = read_value(folder, (), item, budget, find=megatron.only_item)
     except FileNotFoundError:
         value = CheckpointCorruptError(f"{folder}/{item.file} is missing; restore another checkpoint")
-    values, paths = (
-        {name: each for name, each in facts.items() if name != megatron.COMMON_ITEM}
-        for facts in (metadata.values, metadata.paths)
-    )
+    values = {name: each for name, each in metadata.values.items() if name != megatron.COMMON_ITEM}
+    paths = {name: each for name, each in metadata.paths.items() if name != megatron.COMMON_ITEM}
     return replace(metadata, values=values, paths=paths), {megatron.COMMON_ITEM: value}
 
 
@@ -153,13 +153,8 @@ def with_companions(
             continue
         files.append(name)
         companions[name] = value
-    for name, value in companions.items():
-        if isinstance(value, Value) and (top := trees.dict_of(value.node)) is not None:
-            value = replace(value, node=top)
-        elif isinstance(value, Value):
-            value = TreeError(f"{name} holds no dict, expected items of the state")
-        if isinstance(value, Value) and (twice := value.tensors.keys() & tensors.keys()):
-            value = TreeError(f"{name} has a tensor {min(twice)[:200]!r}, and so has the checkpoint beside it")
+    for name, found in companions.items():
+        value = _as_items(name, found, tensors)
         if isinstance(value, DtckptError):
             refused[name] = value
             continue
@@ -174,6 +169,17 @@ def with_companions(
     return PieceIndex(index.kind, tensors, structure, refused, tuple(files), tuple(unread), notes)
 
 
+def _as_items(name: str, value: Value | DtckptError, tensors: Mapping[str, PieceTensor]) -> Value | DtckptError:
+    """Return a companion as a dict of items that may lie beside some tensors."""
+    if isinstance(value, DtckptError):
+        return value
+    if (top := trees.dict_of(value.node)) is None:
+        return TreeError(f"{name} holds no dict, expected items of the state")
+    if twice := value.tensors.keys() & tensors.keys():
+        return TreeError(f"{name} has a tensor {min(twice)[:200]!r}, and so has the checkpoint beside it")
+    return replace(value, node=top)
+
+
 def _read(folder: Folder, name: str) -> Value | DtckptError | None:
     """Return the value in a file, or the error that says why it is unreadable; None if its format is unknown."""
     if name == FORMAT_NAME:
@@ -184,8 +190,9 @@ def _read(folder: Folder, name: str) -> Value | DtckptError | None:
         return None
     where = f"{folder}/{name}"
     item = StoredItem(name, 0, torch_files.file_nbytes(folder, name))
-    if name in MERGED and isinstance(value := read_value(folder, (), item, ReadBudget(where)), Value):
-        if trees.dict_of(value.node) is not None:
+    if name in MERGED:
+        value = read_value(folder, (), item, ReadBudget(where))
+        if isinstance(value, Value) and trees.dict_of(value.node) is not None:
             return value
     value = read_value(folder, (name_of_key(name),), item, ReadBudget(where))
     if isinstance(value, Value):

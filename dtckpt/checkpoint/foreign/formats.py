@@ -11,7 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtckpt.checkpoint.foreign import dcp_files, megatron, safetensors_files, torch_files
+from dtckpt.checkpoint.foreign import (
+    dcp_files,
+    deepspeed_files,
+    deepspeed_tree,
+    megatron,
+    safetensors_files,
+    torch_files,
+)
 from dtckpt.checkpoint.foreign.piece_files import PieceFiles
 from dtckpt.checkpoint.foreign.safetensors_index import validate_alone
 from dtckpt.checkpoint.reading.pieces import PieceIndex, is_file_name
@@ -77,6 +84,15 @@ FORMATS: dict[str, ForeignFormat] = {
             validate_file=validate_alone,
         ),
         ForeignFormat(
+            kind=deepspeed_files.KIND,
+            title="a directory of DeepSpeed",
+            suffixes=(),
+            markers=deepspeed_files.MARKERS,
+            is_file=deepspeed_files.is_file,
+            is_folder=deepspeed_files.is_folder,
+            read_index=deepspeed_tree.read_index,
+        ),
+        ForeignFormat(
             kind=torch_files.KIND,
             title="a file of torch.save",
             suffixes=torch_files.SUFFIXES,
@@ -91,7 +107,10 @@ FORMATS: dict[str, ForeignFormat] = {
 """By kind, in the order in which they are tried."""
 
 
-POINTERS: Mapping[str, Callable[[str], str]] = {megatron.STEP_NAME: megatron.step_folder}
+POINTERS: Mapping[str, Callable[[str], str]] = {
+    megatron.STEP_NAME: megatron.step_folder,
+    **dict.fromkeys(deepspeed_files.LATEST, str.strip),
+}
 """Files of the folder of a run that name the newest checkpoint below it; each with the rule of that name."""
 MAX_POINTER_NBYTES = 256
 INNER_FOLDERS = ("weights",)
@@ -156,7 +175,7 @@ def _listed(where: Location) -> tuple[Folder, Collection[str]] | None:
 
 def _inner_folders(folder: Folder, names: Collection[str]) -> Iterator[str]:
     """Yield the names of folders that may hold the checkpoint for which a folder of a run stands."""
-    for name in POINTERS.keys() & set(names):
+    for name in sorted(POINTERS.keys() & set(names)):
         inner = POINTERS[name](folder.read_whole(name, MAX_POINTER_NBYTES).decode(errors="replace"))
         if is_file_name(inner) and "/" not in inner:
             yield inner

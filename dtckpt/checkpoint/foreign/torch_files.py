@@ -167,7 +167,7 @@ class TorchStream:
         return (_piece(view, Region.full(view.shape), self.file, self.offset + start, crc),)
 
 
-def _piece(view: StorageView, region: Region, file: str, start: int, crc: int, first: int = 0) -> Piece:
+def _piece(view: StorageView, region: Region, file: str, start: int, crc: int, *, first: int = 0) -> Piece:
     """Return the piece that a view, or a range of a view in C order, is.
 
     Args:
@@ -311,7 +311,7 @@ class PieceLocator:
                 f"expected {tensor.dtype} of shape {held.shape} in C order for tensor {tensor.name!r}"
             )
         first = held.start * tensor.itemsize
-        place = _piece(view, piece.region, piece.file, piece.offset + start, crc, first)
+        place = _piece(view, piece.region, piece.file, piece.offset + start, crc, first=first)
         tensor.validate_piece(place)
         return place
 
