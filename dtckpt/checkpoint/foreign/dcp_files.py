@@ -11,8 +11,8 @@ Libraries on top of PyTorch write companions beside it, which are a part of the 
     metadata.json   Megatron     names the format of the directory, and holds no state
 
 From version 0.19 on, Megatron has an item in place of ``common.pt`` (`dtckpt.checkpoint.foreign.megatron`). Both
-libraries put the items of their file beside the checkpoint's items when they load it, and so does dtckpt. Any other file
-of ``torch.save`` is an item under its own name. A file of an unknown format is listed as unread.
+libraries put the items of their file beside the checkpoint's items when they load it, and so does dtckpt. Any other
+file of ``torch.save`` is an item under its own name. A file of an unknown format is listed as unread.
 
 Sources: lightning.fabric.utilities.load, and megatron.core.dist_checkpointing.serialization.
 """

@@ -274,8 +274,8 @@ class _Part:
         places = [(name, kind, file) for name, own in self._files.universal.items() for kind, file in own.items()]
         parameters: dict[str, dict[str, PieceTensor | float]] = {name: {} for name in self._files.universal}
         for (name, kind, file), each in zip(places, self._files.open_all(file for _, _, file in places), strict=True):
-            value = each.zip.value
-            value = value if is_tensor(value) or type(value) in (int, float) else items_of(value, file).get("param")
+            held: Any = each.zip.value
+            value: Any = held if is_tensor(held) or type(held) in (int, float) else items_of(held, file).get("param")
             if is_tensor(value):
                 tensor = self._vector(value, kind, each)
                 # From ZeRO 3, flat: only the model's files have the shape.
@@ -287,7 +287,7 @@ class _Part:
                     tensor = self._joined(("optimizer", "state", name, kind), shape, ranges, tensor.dtype)
                 parameters[name][kind] = tensor
             elif type(value) in (int, float):
-                parameters[name][kind] = float(value) if type(value) is float else int(value)
+                parameters[name][kind] = value
             else:
                 raise CheckpointCorruptError(f"{self._files.folder}/{file} holds no tensor")
         for name in sorted(fields.shared.keys() & parameters.keys()):

@@ -15,6 +15,7 @@ from dtckpt.checkpoint.foreign import (
     dcp_files,
     deepspeed_files,
     deepspeed_tree,
+    fsdp_files,
     megatron,
     safetensors_files,
     torch_files,
@@ -101,6 +102,15 @@ FORMATS: dict[str, ForeignFormat] = {
             is_folder=torch_files.is_folder,
             read_index=torch_files.read_index,
             validate_file=validate_alone,
+        ),
+        ForeignFormat(
+            kind=fsdp_files.KIND,
+            title="a directory of FSDP1's local state dicts",
+            suffixes=(),
+            markers=(),
+            is_file=fsdp_files.is_file,
+            is_folder=fsdp_files.is_folder,
+            read_index=fsdp_files.read_index,
         ),
     )
 }
