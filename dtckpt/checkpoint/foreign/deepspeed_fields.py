@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtckpt.checkpoint.foreign.deepspeed_layout import FP32, Shape
-from dtckpt.checkpoint.foreign.pickle_syntax import Pairs, PickledCall
+from dtckpt.checkpoint.foreign.pickle_syntax import NODE_NBYTES, STEP_NBYTES, Pairs, PickledCall, ReadBudget
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
 from dtckpt.format.grid import MAX_RANK
 from dtckpt.format.hash_work import validate_hashes
@@ -85,30 +85,33 @@ class OptimizerFields:
     rest: Pairs
 
 
-def model_fields(value: Any, where: str) -> ModelFields:
+def model_fields(value: Any, where: str, budget: ReadBudget) -> ModelFields:
     """Return the fields of a model file.
 
     Raises:
         CheckpointCorruptError: The file is malformed.
     """
     with _errors_of(where):
-        fields = named(value)
+        fields = named(value, budget)
         shapes = fields.get("param_shapes") or []
+        groups = [_shapes(each, budget) for each in (shapes if type(shapes) is list else [shapes])]
+        if len({name for group in groups for name in group}) != sum(map(len, groups)):
+            raise ValueError("a parameter is in two groups")
         module = fields.get("module")
         return ModelFields(
-            None if module is None else named(module),
+            None if module is None else named(module, budget),
             frozenset(map(_text, fields.get("buffer_names") or [])),
-            [_shapes(each) for each in (shapes if type(shapes) is list else [shapes])],
-            _shapes(fields.get("frozen_param_shapes") or Pairs()),
-            named(fields.get("frozen_param_fragments") or Pairs()),
-            {name: _text(kept) for name, kept in named(fields.get("shared_params") or Pairs()).items()},
+            groups,
+            _shapes(fields.get("frozen_param_shapes") or Pairs(), budget),
+            named(fields.get("frozen_param_fragments") or Pairs(), budget),
+            {name: _text(kept) for name, kept in named(fields.get("shared_params") or Pairs(), budget).items()},
             fields.get("optimizer"),
             Pairs((name, each) for name, each in fields.items() if name not in _MODEL_USED),
             _number(fields.get("mp_world_size", 1)),
         )
 
 
-def optimizer_fields(value: Any, where: str) -> OptimizerFields:
+def optimizer_fields(value: Any, where: str, budget: ReadBudget) -> OptimizerFields:
     """Return the fields of an optimizer file.
 
     Raises:
@@ -116,7 +119,7 @@ def optimizer_fields(value: Any, where: str) -> OptimizerFields:
         CheckpointVersionError: It is of an optimizer that this version does not know.
     """
     with _errors_of(where):
-        state = named(named(value)["optimizer_state_dict"])
+        state = named(named(value, budget)["optimizer_state_dict"], budget)
         is_cut = "fp32_flat_groups" in state
         vectors = state.get("fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups")
         if type(vectors) is not list:
@@ -126,14 +129,14 @@ def optimizer_fields(value: Any, where: str) -> OptimizerFields:
             )
         base = state.get("optimizer_state_dict" if is_cut else "base_optimizer_state")
         elastic = base if type(base) is list else None
-        inner = {} if elastic is not None or base is None else named(base)
+        inner = {} if elastic is not None or base is None else named(base, budget)
         states: dict[int, Any] = dict(enumerate(elastic or []))
         for key, each in items(inner.get("state") or Pairs()):
             states[_number(key)] = each
         step = state.get("base_optimizer_state_step")
         groups = []
         for number, vector in enumerate(vectors):
-            kinds = {**({} if step is None else {"step": step}), **named(states.get(number) or Pairs())}
+            kinds = {**({} if step is None else {"step": step}), **named(states.get(number) or Pairs(), budget)}
             if FP32 in kinds:
                 raise ValueError(f"group {number} has two vectors {FP32}")
             groups.append({FP32: vector, **kinds})
@@ -142,54 +145,57 @@ def optimizer_fields(value: Any, where: str) -> OptimizerFields:
             is_cut,
             groups,
             [_number(each) for each in (counts if type(counts) is list else [counts])],
-            [dict(_slices(each)) for each in state.get("param_slice_mappings") or []],
+            [dict(_slices(each, budget)) for each in state.get("param_slice_mappings") or []],
             [[_number(gap) for gap in each] for each in state.get("param_alignment_paddings") or []],
             list(inner.get("param_groups") or state.get("param_groups") or []),
             Pairs((name, plain(each)) for name, each in state.items() if name not in _USED),
         )
 
 
-def universal_fields(value: Any, where: str) -> tuple[list[Any], Pairs]:
+def universal_fields(value: Any, where: str, budget: ReadBudget) -> tuple[list[Any], Pairs]:
     """Return the groups' options and the other values of a universal checkpoint's ``optimizer_state.pt``."""
     with _errors_of(where):
-        state = named(value)
-        inner = named(state.get("optimizer_state_dict") or state.get("base_optimizer_state") or Pairs())
+        state = named(value, budget)
+        inner = named(state.get("optimizer_state_dict") or state.get("base_optimizer_state") or Pairs(), budget)
         groups = list(state.get("param_groups") or inner.get("param_groups") or [])
         return groups, Pairs((name, plain(each)) for name, each in state.items() if name not in _USED)
 
 
-def with_names(groups: Sequence[Any], names: Sequence[Sequence[str]]) -> list[Any]:
+def with_names(groups: Sequence[Any], names: Sequence[Sequence[str]], budget: ReadBudget) -> list[Any]:
     """Return groups' options whose ``params``, numbers of vectors, are names of parameters.
 
     Args:
         groups: The options of each group, as pickled.
         names: The names of the parameters in each vector.
+        budget: Bounds the names.
     """
     result = []
     for group in groups:
-        options = named(group)
+        options = named(group, budget)
         numbers = options.get("params")
+        budget.take(NODE_NBYTES)
         if type(numbers) is list and all(type(each) is int and 0 <= each < len(names) for each in numbers):
+            budget.take(STEP_NBYTES * sum(len(names[each]) for each in numbers))
             options["params"] = [name for each in numbers for name in names[each]]
         result.append(Pairs(options.items()))
     return result
 
 
-def with_more_names(groups: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+def with_more_names(groups: Sequence[Any], others: Sequence[Any], budget: ReadBudget) -> list[Any]:
     """Return groups' options whose ``params`` have the names of others, too. Args: as `with_names` returns them."""
     result = []
     for number, group in enumerate(groups):
-        options, more = named(group), named(others[number]) if number < len(others) else {}
+        options, more = named(group, budget), named(others[number], budget) if number < len(others) else {}
         if type(options.get("params")) is type(more.get("params")) is list:
             options["params"] = [*options["params"], *more["params"]]
         result.append(Pairs(options.items()))
     return result
 
 
-def items_of(value: Any, where: str) -> dict[str, Any]:
+def items_of(value: Any, where: str, budget: ReadBudget) -> dict[str, Any]:
     """Return the items of a pickled dict with names for keys. Raises: `CheckpointCorruptError`."""
     with _errors_of(where):
-        return named(value)
+        return named(value, budget)
 
 
 def items(value: Any) -> Pairs:
@@ -202,9 +208,11 @@ def items(value: Any) -> Pairs:
     return value
 
 
-def named(value: Any) -> dict[str, Any]:
+def named(value: Any, budget: ReadBudget) -> dict[str, Any]:
     """Return the items of a pickled dict whose keys are names."""
     pairs = items(value)
+    # Many places may refer to one dict.
+    budget.take(NODE_NBYTES * (1 + len(pairs)))
     if any(type(name) is not str for name, _ in pairs):
         raise TypeError("a key is no name")
     validate_hashes([name for name, _ in pairs])
@@ -220,8 +228,8 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _shapes(value: Any) -> dict[str, Shape]:
-    return {name: _shape(size) for name, size in named(value).items()}
+def _shapes(value: Any, budget: ReadBudget) -> dict[str, Shape]:
+    return {name: _shape(size) for name, size in named(value, budget).items()}
 
 
 def _shape(size: Any) -> Shape:
@@ -232,11 +240,11 @@ def _shape(size: Any) -> Shape:
     return tuple(map(_number, size))
 
 
-def _slices(value: Any) -> Iterator[tuple[str, tuple[int, int]]]:
-    for name, address in named(value).items():
+def _slices(value: Any, budget: ReadBudget) -> Iterator[tuple[str, tuple[int, int]]]:
+    for name, address in named(value, budget).items():
         if type(address) is not PickledCall or address.name != _ADDRESS:
             raise TypeError(f"the place of {name[:80]!r} is no {_ADDRESS}")
-        place = named(address.state)
+        place = named(address.state, budget)
         yield name, (_number(place["start"]), _number(place["numel"]))
 
 

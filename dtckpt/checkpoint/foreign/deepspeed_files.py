@@ -71,6 +71,7 @@ class DeepspeedFiles:
         self.budget = ReadBudget(str(folder))
         self._names = set(names)
         self._streams: dict[str, TorchStream] = {}
+        self._models: dict[str, tuple[ModelFields, TorchStream]] = {}
         self.universal = self._universal()
 
     def _universal(self) -> dict[str, dict[str, str]]:
@@ -127,8 +128,10 @@ class DeepspeedFiles:
         """Return the fields of a model file. Blocks: on storage."""
         whole = f"mp_rank_{mp:02d}_model_states.pt"
         name = whole if self.has(whole) else f"zero_pp_rank_{dp}_{whole}"
-        stream = self.open(name)
-        return model_fields(stream.zip.value, f"{self.folder}/{name}"), stream
+        if name not in self._models:
+            stream = self.open(name)
+            self._models[name] = model_fields(stream.zip.value, f"{self.folder}/{name}", self.budget), stream
+        return self._models[name]
 
     def is_by_process(self, mp: int) -> bool:
         """Whether each process wrote a model file of its own, as with ZeRO 3."""

@@ -36,7 +36,7 @@ from dtckpt.checkpoint.foreign.deepspeed_layout import (
     vector_of,
 )
 from dtckpt.checkpoint.foreign.flat_vectors import FlatRange, tensor_of_ranges
-from dtckpt.checkpoint.foreign.pickle_syntax import Pairs, ReadBudget
+from dtckpt.checkpoint.foreign.pickle_syntax import NODE_NBYTES, TENSOR_NBYTES, Pairs, ReadBudget
 from dtckpt.checkpoint.foreign.pickled_tensors import is_tensor, tensor_view
 from dtckpt.checkpoint.foreign.pickled_tree import read_tree
 from dtckpt.checkpoint.foreign.torch_files import TorchStream
@@ -104,6 +104,7 @@ class _Tree:
         """Return the node of a tensor, and take it."""
         if tensor.name in self.tensors:
             raise CheckpointCorruptError(f"two tensors of the checkpoint would both be named {tensor.name[:200]!r}")
+        self.budget.take(TENSOR_NBYTES)
         self.tensors[tensor.name] = tensor
         return {"tensor": tensor.name}
 
@@ -207,7 +208,9 @@ class _Part:
         """Add the module of a layer of a pipeline, but for what the optimizer has: its names begin with its number."""
         stream = self._files.open(file)
         number = int(file.split("-", 1)[0].removeprefix("layer_"))
-        pairs = Pairs((f"{number}.{name}", value) for name, value in items_of(stream.zip.value, file).items())
+        pairs = Pairs(
+            (f"{number}.{name}", value) for name, value in items_of(stream.zip.value, file, self._tree.budget).items()
+        )
         self._add_items(module, Pairs(pair for pair in pairs if pair[0] not in module), stream)
 
     def _add_frozen(self, module: dict[str, trees.Node], mp: int, fields: ModelFields) -> None:
@@ -269,13 +272,17 @@ class _Part:
     def _universal(self, fields: ModelFields) -> _Optimizer:
         """Read the parameters of a universal checkpoint."""
         stream = self._files.open(OPTIMIZER_STATE)
-        groups, rest = universal_fields(stream.zip.value, OPTIMIZER_STATE)
+        groups, rest = universal_fields(stream.zip.value, OPTIMIZER_STATE, self._tree.budget)
         shapes = {name: shape for group in fields.shapes for name, shape in group.items()} | fields.frozen_shapes
         places = [(name, kind, file) for name, own in self._files.universal.items() for kind, file in own.items()]
         parameters: dict[str, dict[str, PieceTensor | float]] = {name: {} for name in self._files.universal}
         for (name, kind, file), each in zip(places, self._files.open_all(file for _, _, file in places), strict=True):
             held: Any = each.zip.value
-            value: Any = held if is_tensor(held) or type(held) in (int, float) else items_of(held, file).get("param")
+            value: Any = (
+                held
+                if is_tensor(held) or type(held) in (int, float)
+                else items_of(held, file, self._tree.budget).get("param")
+            )
             if is_tensor(value):
                 tensor = self._vector(value, kind, each)
                 # From ZeRO 3, flat: only the model's files have the shape.
@@ -296,7 +303,7 @@ class _Part:
                 "rounded copy of that parameter"
             )
         names = [list(group) for group in fields.shapes]
-        return _Optimizer(parameters, with_names(groups, names), rest, stream)
+        return _Optimizer(parameters, with_names(groups, names, self._tree.budget), rest, stream)
 
     def _zero(self, mp: int, fields: ModelFields) -> _Optimizer | None:
         """Read the vectors of all processes; None without ZeRO."""
@@ -306,7 +313,7 @@ class _Part:
             (each for dp in range(MAX_PIECES) if self._files.has(each := form.format(dp=dp, mp=mp))),
             form.format(dp=0, mp=mp),
         )
-        first = optimizer_fields(self._files.open(first_file).zip.value, first_file)
+        first = optimizer_fields(self._files.open(first_file).zip.value, first_file, self._tree.budget)
         count = max(first.counts, default=0)
         if not 1 <= count <= MAX_PIECES:
             raise CheckpointCorruptError(f"{first_file} is for {count} processes, expected 1 to {MAX_PIECES}")
@@ -319,10 +326,12 @@ class _Part:
                     "another copy, or restore another checkpoint"
                 )
         streams = self._files.open_all(names)
-        ranks = [self._rank(optimizer_fields(each.zip.value, each.file), each) for each in streams]
+        ranks = [self._rank(optimizer_fields(each.zip.value, each.file, self._tree.budget), each) for each in streams]
         parameters = dict(self._cut(fields, ranks) if first.is_cut else self._parts(fields, first, ranks))
         vectors = [list(group) for group in fields.shapes]
-        return _Optimizer(parameters, with_names(first.param_groups, vectors), first.rest, streams[0])
+        return _Optimizer(
+            parameters, with_names(first.param_groups, vectors, self._tree.budget), first.rest, streams[0]
+        )
 
     def _rank(self, fields: OptimizerFields, stream: TorchStream) -> RankVectors:
         leaves = {
@@ -360,6 +369,7 @@ class _Part:
             for kind in groups[number]:
                 scalar = scalar_of(groups[number][kind])
                 if scalar is not None:
+                    self._tree.budget.take(NODE_NBYTES * len(found))
                     for kinds in found.values():
                         kinds[kind] = scalar
                     continue
@@ -381,6 +391,7 @@ class _Part:
             if scalars[0] is not None:
                 for number, own in enumerate(fields.shapes):
                     if (scalar := scalars[min(number, len(scalars) - 1)]) is not None:
+                        self._tree.budget.take(NODE_NBYTES * len(own))
                         for name in own:
                             found[name][kind] = scalar
                 continue
@@ -408,7 +419,7 @@ class _Part:
         first = optimizers[0]
         groups = first.param_groups
         for other in optimizers[1:]:  # the stages of a pipeline have the same groups, each with its own parameters
-            groups = with_more_names(groups, other.param_groups)
+            groups = with_more_names(groups, other.param_groups, self._tree.budget)
         path = (*self._top, "optimizer")
         rest = self._tree.values(first.rest, path, first.stream)
         options = self._tree.values(groups, (*path, "param_groups"), first.stream)

@@ -75,6 +75,7 @@ def tensor_of_ranges(
     Raises:
         CheckpointCorruptError: A vector is too short or of another dtype, or the ranges do not make up the tensor.
     """
+    budget.take(TENSOR_NBYTES)
     pieces = []
     for each in ranges:
         if each.vector.dtype != dtype:

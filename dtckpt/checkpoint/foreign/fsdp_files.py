@@ -30,7 +30,7 @@ from dtckpt.checkpoint.foreign.fsdp_fields import (
     sharded_tensor,
     starts_in_flat,
 )
-from dtckpt.checkpoint.foreign.pickle_syntax import Pairs, ReadBudget
+from dtckpt.checkpoint.foreign.pickle_syntax import TENSOR_NBYTES, Pairs, ReadBudget
 from dtckpt.checkpoint.foreign.pickled_tensors import is_tensor, tensor_view
 from dtckpt.checkpoint.foreign.pickled_tree import read_tree
 from dtckpt.checkpoint.foreign.torch_files import TorchStream, file_nbytes, open_stream
@@ -287,6 +287,7 @@ class _Reader:
             raise CheckpointCorruptError(f"the files lack elements of {tensor.name[:200]!r}, of shape {tensor.shape}")
         if tensor.name in self.tensors:
             raise CheckpointCorruptError(f"two tensors of the checkpoint would both be named {tensor.name[:200]!r}")
+        self.budget.take(TENSOR_NBYTES)
         self.tensors[tensor.name] = tensor
         return {"tensor": tensor.name}
 
@@ -329,7 +330,10 @@ class _Reader:
             raise CheckpointCorruptError(f"{found[0][0].file} has state of more than the {len(flats)} flat parameters")
         state: list[list[Any]] = []
         for number, flat in enumerate(flats):
-            states = [(stream, items_of(each.get(str(number), Pairs()), stream.file)) for stream, each in numbered]
+            states = [
+                (stream, items_of(each.get(str(number), Pairs()), stream.file, self.budget))
+                for stream, each in numbered
+            ]
             own: dict[str, list[list[Any]]] = {name: [] for name in flat.names}
             for kind in states[0][1]:
                 for name, node in self._kind(kind, states, flat).items():
@@ -337,7 +341,7 @@ class _Reader:
             state += [[name, {"dict": nodes}] for name, nodes in own.items() if nodes]
         stream, first = found[0]
         groups = first["param_groups"]
-        options = with_names(groups if type(groups) is list else [], [flat.names for flat in flats])
+        options = with_names(groups if type(groups) is list else [], [flat.names for flat in flats], self.budget)
         node = self._values(options, ("optimizer", "param_groups"), stream)
         return {"dict": [["state", {"dict": state}], ["param_groups", node]]}
 
@@ -376,7 +380,7 @@ class _Reader:
 
 
 def _items(stream: TorchStream) -> list[tuple[str, Any]]:
-    return list(items_of(stream.zip.value, stream.file).items())
+    return list(items_of(stream.zip.value, stream.file, stream.zip.budget).items())
 
 
 def _by_text(numbered: Any, stream: TorchStream) -> Pairs:

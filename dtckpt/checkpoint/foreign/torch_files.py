@@ -150,7 +150,8 @@ class TorchStream:
         storages = sorted({(view.key, view.storage_nbytes) for view in views if 0 not in view.shape})
         # Each is one small read, which takes long elsewhere.
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
-            found = pool.map(lambda storage: self.zip.storage(*storage), storages)
+            find = pool.map if len(storages) > 1 else map
+            found = find(lambda storage: self.zip.storage(*storage), storages)
             places = dict(zip(storages, ((start, record.crc) for start, record in found), strict=True))
         return {
             name: _array(name, leaf)
