@@ -120,6 +120,8 @@ class DeepspeedFiles:
             try:
                 nbytes = file_nbytes(self.folder, name)
                 self._streams[name] = open_stream(self.folder, name, 0, nbytes, budget=self.budget)
+                # A piece has elements of its own in a vector, so the length of the file bounds the pieces.
+                self.budget.grow(nbytes)
             except FileNotFoundError:
                 raise CheckpointCorruptError(f"{self.folder}/{name} is missing; restore another checkpoint") from None
         return self._streams[name]

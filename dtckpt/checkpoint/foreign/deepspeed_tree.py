@@ -179,7 +179,7 @@ class _Part:
             if isinstance(tensor := kinds.get(FP32), PieceTensor):
                 if name in module:
                     raise CheckpointCorruptError(f"two model files have a parameter {name[:200]!r}")
-                module[name] = self._tree.tensor(replace(tensor, name=self._name("module", name)))
+                module[name] = self._tree.tensor(self._renamed(tensor, name, FP32))
 
     def _add_module(self, module: dict[str, trees.Node], fields: ModelFields, stream: TorchStream, mp: int) -> None:
         """Add what the module has beside the optimizer's parameters: buffers, frozen parameters; all with ZeRO 0."""
@@ -229,7 +229,7 @@ class _Part:
         for name, kept in fields.shared.items():
             if self._is_tied(fields, name, module):
                 tensor = self._tree.tensors[module[kept]["tensor"]]
-                module[name] = self._tree.tensor(replace(tensor, name=self._name("module", name)))
+                module[name] = self._tree.tensor(self._renamed(tensor, name, FP32))
             elif name not in module:
                 self._refuse(name, f"the file ties it to {kept[:80]!r}, and the module does not")
 
@@ -248,6 +248,11 @@ class _Part:
         if not (is_tensor(values[name]) and is_tensor(values[kept])):
             return False
         return tensor_view(values[name], name) == tensor_view(values[kept], kept)
+
+    def _renamed(self, tensor: PieceTensor, name: str, kind: str) -> PieceTensor:
+        """Return a tensor under the name that a parameter's tensor of a kind has."""
+        own = self._name(*_path(name, kind))
+        return tensor if tensor.name == own else replace(tensor, name=own)
 
     def _refuse(self, name: str, reason: str) -> None:
         self._tree.refused[self._name("module", name)] = TreeError(f"cannot read parameter {name[:200]!r}: {reason}")
@@ -291,7 +296,7 @@ class _Part:
                     if tensor.shape[0] != math.prod(shape):
                         raise CheckpointCorruptError(f"{file} has {tensor.shape[0]} elements, expected shape {shape}")
                     ranges = [FlatRange(tensor, 0, 0, tensor.shape[0])]
-                    tensor = self._joined(("optimizer", "state", name, kind), shape, ranges, tensor.dtype)
+                    tensor = self._joined(_path(name, kind), shape, ranges, tensor.dtype)
                 parameters[name][kind] = tensor
             elif type(value) in (int, float):
                 parameters[name][kind] = value
@@ -375,7 +380,7 @@ class _Part:
                     continue
                 dtype = vector_of(ranks[0], number, kind).dtype
                 for name, ranges in joined_ranges(shapes, number, kind, ranks):
-                    path = ("optimizer", "state", name, kind)
+                    path = _path(name, kind)
                     found[name][kind] = self._joined(path, shapes[name], ranges, dtype)
             yield from found.items()
 
@@ -397,7 +402,7 @@ class _Part:
                 continue
             vectors = [[vector_of(rank, number, kind) for number in range(len(groups))] for rank in ranks]
             for name, ranges in cut_ranges(shapes, vectors, ranks[0].file):
-                path = ("optimizer", "state", name, kind)
+                path = _path(name, kind)
                 found[name][kind] = self._joined(path, shapes[name], ranges, vectors[0][0].dtype)
         yield from found.items()
 
@@ -407,7 +412,7 @@ class _Part:
             own = [
                 [
                     kind,
-                    self._tree.tensor(replace(value, name=self._name("optimizer", "state", name, kind)))
+                    self._tree.tensor(self._renamed(value, name, kind))
                     if isinstance(value, PieceTensor)
                     else {"value": value},
                 ]
@@ -447,3 +452,8 @@ class _Part:
             ]
             result.append([name, {"type": ["PerClient", len(own), {"dict": clients}]}])
         return result
+
+
+def _path(name: str, kind: str) -> tuple[str, ...]:
+    """Return the path of a parameter's tensor of a kind."""
+    return ("module", name) if kind == FP32 else ("optimizer", "state", name, kind)

@@ -162,6 +162,8 @@ class _Reader:
 
         def opened(name: str) -> TorchStream:
             nbytes = file_nbytes(self._folder, name)
+            # A piece has elements of its own in a vector, so the length of the file bounds the pieces.
+            self.budget.grow(nbytes)
             return open_stream(self._folder, name, 0, nbytes, budget=self.budget)
 
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
