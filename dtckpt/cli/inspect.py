@@ -120,6 +120,7 @@ def to_json(
         "values": {path: node.get("value", node) for path, node in _value_nodes(checkpoint)},
         "refused": {path: error.message for path, error in checkpoint.refused.items()},
         "unread": checkpoint.unread,
+        "notes": checkpoint.notes,
         "phases": [
             {"client": client, "phase": phase, "seconds": round(cost.seconds, 6), "bytes": cost.nbytes}
             for client, own in _costs(checkpoint).items()
@@ -224,6 +225,7 @@ def _lines(
     values = sorted(_value_nodes(checkpoint), key=lambda item: natural_key(item[0]))
     tables.append((("VALUE", ""), [(path, format_value(node)) for path, node in values]))
     tables.append((("NOT READ", ""), list(_unread_rows(checkpoint))))
+    tables.append((("NOTE",), [(note,) for note in checkpoint.notes]))
     tables.append((("PHASE", "MEDIAN", "SLOWEST", "CLIENT", "SIZE"), list(_phase_rows(_costs(checkpoint)))))
     for header, body in tables:
         if body:

@@ -10,21 +10,21 @@ Libraries on top of PyTorch write companions beside it, which are a part of the 
     common.pt       Megatron     everything but sharded tensors and objects; likewise
     metadata.json   Megatron     names the format of the directory, and holds no state
 
-Both libraries put the items of their file beside the checkpoint's items when they load it, and so does dtckpt.
-Any other file of ``torch.save`` is an item under its own name. A file of an unknown format is listed as unread.
+From version 0.19 on, Megatron has an item in place of ``common.pt`` (`dtckpt.checkpoint.foreign.megatron`). Both
+libraries put the items of their file beside the checkpoint's items when they load it, and so does dtckpt. Any other
+file of ``torch.save`` is an item under its own name. A file of an unknown format is listed as unread.
 
 Sources: lightning.fabric.utilities.load, and megatron.core.dist_checkpointing.serialization.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from types import MappingProxyType
 
-from dtckpt.checkpoint.foreign import torch_files
+from dtckpt.checkpoint.foreign import megatron, torch_files
 from dtckpt.checkpoint.foreign.dcp_metadata import DcpMetadata, Path, StoredItem, merge, parse_metadata, structure_of
 from dtckpt.checkpoint.foreign.dcp_processes import (
     Value,
@@ -36,7 +36,7 @@ from dtckpt.checkpoint.foreign.dcp_processes import (
 )
 from dtckpt.checkpoint.foreign.pickle_syntax import MAX_PICKLE_NBYTES, ReadBudget
 from dtckpt.checkpoint.reading.pieces import PieceIndex, PieceTensor
-from dtckpt.errors import CheckpointVersionError, DtckptError, TreeError
+from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.names import DCP_METADATA_NAME, name_of_key
 from dtckpt.storage.failures import MalformedError
@@ -76,9 +76,9 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
         CheckpointVersionError: The metadata is of a class that this version does not know.
     """
     if DCP_METADATA_NAME in names:
-        metadata = _read_metadata(folder, DCP_METADATA_NAME)
+        metadata, common = _without_common(folder, _read_metadata(folder, DCP_METADATA_NAME))
         index = _index(metadata, read_values(folder, metadata), [DCP_METADATA_NAME])
-        return with_companions(index, folder, names)
+        return with_companions(index, folder, names, common)
     files = {int(match[1]): name for name in names if (match := _OF_ONE_PROCESS.fullmatch(name)) is not None}
     merged = merge_processes(folder, {rank: _read_metadata(folder, files[rank]) for rank in sorted(files)})
     return with_companions(_index(*merged, list(files.values())), folder, names)
@@ -86,6 +86,21 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
 
 def _read_metadata(folder: Folder, name: str) -> DcpMetadata:
     return parse_metadata(folder.read_whole(name, MAX_PICKLE_NBYTES), f"{folder}/{name}")
+
+
+def _without_common(folder: Folder, metadata: DcpMetadata) -> tuple[DcpMetadata, dict[str, Value | DtckptError]]:
+    """Return the metadata without the item of Megatron's common state, and that item's value by its name."""
+    item = metadata.values.get(megatron.COMMON_ITEM)
+    if item is None or metadata.paths[megatron.COMMON_ITEM] != (megatron.COMMON_ITEM,):
+        return metadata, {}
+    try:
+        budget = ReadBudget(f"{folder}/{item.file}")
+        value: Value | DtckptError = read_value(folder, (), item, budget, find=megatron.only_item)
+    except FileNotFoundError:
+        value = CheckpointCorruptError(f"{folder}/{item.file} is missing; restore another checkpoint")
+    values = {name: each for name, each in metadata.values.items() if name != megatron.COMMON_ITEM}
+    paths = {name: each for name, each in metadata.paths.items() if name != megatron.COMMON_ITEM}
+    return replace(metadata, values=values, paths=paths), {megatron.COMMON_ITEM: value}
 
 
 def _index(metadata: DcpMetadata, values: Mapping[str, Value | DtckptError], files: Sequence[str]) -> PieceIndex:
@@ -110,17 +125,24 @@ def _index(metadata: DcpMetadata, values: Mapping[str, Value | DtckptError], fil
     return PieceIndex(KIND, tensors, structure_of(nodes), refused, (*files, *sorted(metadata.files)))
 
 
-def with_companions(index: PieceIndex, folder: Folder, names: Collection[str]) -> PieceIndex:
+def with_companions(
+    index: PieceIndex,
+    folder: Folder,
+    names: Collection[str],
+    items: Mapping[str, Value | DtckptError] = MappingProxyType({}),
+) -> PieceIndex:
     """Return an index with the files that lie beside those it describes. Blocks: on storage.
 
     Args:
         index: The index of a distributed checkpoint.
         folder: Its directory.
         names: The names in it.
+        items: Values that lie at the top of the tree as those of companions do, by name.
     """
     structure = index.structure
     tensors, refused = dict(index.tensors), dict(index.refused)
     files, unread = list(index.files), list(index.unread)
+    companions = dict(items)
     for name in sorted(set(names).difference(index.files)):
         try:
             value = _read(folder, name)
@@ -130,8 +152,9 @@ def with_companions(index: PieceIndex, folder: Folder, names: Collection[str]) -
             unread.append(name)
             continue
         files.append(name)
-        if isinstance(value, Value) and (twice := value.tensors.keys() & tensors.keys()):
-            value = TreeError(f"{name} has a tensor {min(twice)[:200]!r}, and so has the checkpoint beside it")
+        companions[name] = value
+    for name, found in companions.items():
+        value = _as_items(name, found, tensors)
         if isinstance(value, DtckptError):
             refused[name] = value
             continue
@@ -142,34 +165,40 @@ def with_companions(index: PieceIndex, folder: Folder, names: Collection[str]) -
         }
         kept = set(trees.tensor_names(structure))
         tensors |= {each: tensor for each, tensor in value.tensors.items() if each in kept}
-    return PieceIndex(index.kind, tensors, structure, refused, tuple(files), tuple(unread))
+    notes = tuple(megatron.notes_of(tensors, structure)) if FORMAT_NAME in files else ()
+    return PieceIndex(index.kind, tensors, structure, refused, tuple(files), tuple(unread), notes)
+
+
+def _as_items(name: str, value: Value | DtckptError, tensors: Mapping[str, PieceTensor]) -> Value | DtckptError:
+    """Return a companion as a dict of items that may lie beside some tensors."""
+    if isinstance(value, DtckptError):
+        return value
+    if (top := trees.dict_of(value.node)) is None:
+        return TreeError(f"{name} holds no dict, expected items of the state")
+    if twice := value.tensors.keys() & tensors.keys():
+        return TreeError(f"{name} has a tensor {min(twice)[:200]!r}, and so has the checkpoint beside it")
+    return replace(value, node=top)
 
 
 def _read(folder: Folder, name: str) -> Value | DtckptError | None:
     """Return the value in a file, or the error that says why it is unreadable; None if its format is unknown."""
     if name == FORMAT_NAME:
-        return _NO_STATE if _is_format(folder.read_whole(name, MAX_FORMAT_NBYTES)) else None
+        is_format = megatron.is_format(folder.read_whole(name, MAX_FORMAT_NBYTES), f"{folder}/{name}")
+        return _NO_STATE if is_format else None
     # An item of another save begins like a file of ``torch.save``, too.
     if name.endswith(ITEMS_SUFFIX) or not torch_files.is_file(name, folder.read(name, 0, _HEAD_NBYTES)):
         return None
     where = f"{folder}/{name}"
     item = StoredItem(name, 0, torch_files.file_nbytes(folder, name))
-    if name in MERGED and isinstance(value := read_value(folder, (), item, ReadBudget(where)), Value):
-        items = trees.dict_of(value.node)
-        if items is not None:
-            return replace(value, node=items)
+    if name in MERGED:
+        value = read_value(folder, (), item, ReadBudget(where))
+        if isinstance(value, Value) and trees.dict_of(value.node) is not None:
+            return value
     value = read_value(folder, (name_of_key(name),), item, ReadBudget(where))
     if isinstance(value, Value):
         return replace(value, node={"dict": [[name, value.node]]})
     # A zip of another program, or a file of an old version.
     return None if isinstance(value, CheckpointVersionError) else value
-
-
-def _is_format(data: bytes) -> bool:
-    with suppress(ValueError, RecursionError):
-        content = json.loads(data)
-        return isinstance(content, dict) and isinstance(content.get("sharded_backend"), str)
-    return False
 
 
 _NO_STATE = Value({"dict": []}, {})

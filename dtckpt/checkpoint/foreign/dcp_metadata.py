@@ -14,22 +14,29 @@ the state tree of them. A key of a dict becomes a string in a path, a position i
 have no path, so they are lost. Where a list lacks a position, `structure_of` puts None::
 
     ("model", "w")  ("steps", 0)  ("steps", 2)     ->    {"model": {"w": …}, "steps": [… , None, …]}
+
+Megatron-Core of before 0.16 adds a field, ``mcore_data``, and 0.15 a class of its own for it. Its distributed optimizer
+cuts a parameter into equal blocks, and flattens each; the field has the shape of the parameter::
+
+    stored: size (2, 1, 2, 24), chunk [1, 0, 1, 9:24]     ->    elements 9 to 24 of the block at (1, 0, 4) of (2, 6, 8)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtckpt.checkpoint.foreign.pickle_syntax import TENSOR_NBYTES, Global, Pairs, PickledCall, ReadBudget, parse_pickle
-from dtckpt.checkpoint.reading.pieces import is_expanded_too_far, is_file_name
+from dtckpt.checkpoint.reading.pieces import StreamRange, is_expanded_too_far, is_file_name
 from dtckpt.errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointVersionError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import MAX_RANK
 from dtckpt.format.hash_work import validate_hashes
 from dtckpt.format.names import name_of_key
+from dtckpt.layout.flat_range import flat_boxes
 from dtckpt.layout.region import Region
 
 OWN_MARKER = (
@@ -41,6 +48,9 @@ PyTorch's own reader shows the module's name in its error. No code runs, and dtc
 
 _PACKAGE = "torch.distributed.checkpoint"
 _METADATA = f"{_PACKAGE}.metadata.Metadata"
+_MEGATRON_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
+_LOGICAL_SHAPE = "nd_reformulated_orig_global_shape"
+"""In ``mcore_data``, the shape of a tensor that is stored flattened."""
 _TENSOR = f"{_PACKAGE}.metadata.TensorStorageMetadata"
 _BYTES = f"{_PACKAGE}.metadata.BytesStorageMetadata"
 _PROPERTIES = f"{_PACKAGE}.metadata.TensorProperties"
@@ -63,11 +73,13 @@ class StoredItem:
         file: Name of the file, relative to the checkpoint's folder.
         offset: Its first byte.
         nbytes: Its bytes.
+        range: Which of its elements are meant; None: all of them.
     """
 
     file: str
     offset: int
     nbytes: int
+    range: StreamRange | None = None
 
     @property
     def stop(self) -> int:
@@ -137,7 +149,8 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
 
 
 def _metadata(value: Any, where: str, budget: ReadBudget) -> DcpMetadata:
-    metadata = _fields(value, _METADATA)
+    metadata = _fields(value, _MEGATRON_METADATA if _name(value) == _MEGATRON_METADATA else _METADATA)
+    shapes = _logical_shapes(metadata.get("mcore_data"))
     stored = [(_key(index), info) for index, info in _pairs(metadata["storage_data"])]
     validate_hashes([key for key, _ in stored])
     items = dict(stored)
@@ -149,7 +162,8 @@ def _metadata(value: Any, where: str, budget: ReadBudget) -> DcpMetadata:
             if _name(facts) == _BYTES:
                 values[_text(name)] = _item(items, (name, None), where)
             else:
-                tensors[_text(name)] = _tensor(name, facts, items, where, budget)
+                tensor = _tensor(name, facts, items, where, budget)
+                tensors[name] = _unflattened(name, tensor, shapes[name], budget) if name in shapes else tensor
         except TreeError as error:
             refused[name] = error
     names = [*tensors, *values, *refused]
@@ -166,6 +180,7 @@ def _metadata(value: Any, where: str, budget: ReadBudget) -> DcpMetadata:
 
 def _tensor(name: str, facts: Any, items: Mapping[Any, Any], where: str, budget: ReadBudget) -> DcpTensor:
     tensor = _fields(facts, _TENSOR)
+    _text(name)
     # dtype, layout, requires_grad, memory_format, pin_memory
     dtype = tensor["properties"]
     if _name(dtype) != _PROPERTIES:
@@ -185,6 +200,35 @@ def _tensor(name: str, facts: Any, items: Mapping[Any, Any], where: str, budget:
     if is_expanded_too_far(nbytes, stored := sum(item.nbytes for _, item in chunks)):
         raise TreeError(f"cannot read tensor {name[:200]!r}: of its {nbytes} bytes, {stored} are stored")
     return DcpTensor(dtype, shape, tuple(chunks))
+
+
+def _logical_shapes(data: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors that Megatron stored flattened, by name."""
+    facts = [(_text(name), dict(_named(_pairs(each)))) for name, each in _pairs(Pairs() if data is None else data)]
+    return {name: _numbers(each[_LOGICAL_SHAPE]) for name, each in facts if each.get(_LOGICAL_SHAPE) is not None}
+
+
+def _unflattened(name: str, tensor: DcpTensor, shape: tuple[int, ...], budget: ReadBudget) -> DcpTensor:
+    """Return a tensor that was stored in flattened blocks in its logical shape."""
+    *grid, numel = tensor.shape or (0,)
+    is_grid = len(grid) == len(shape) and all(
+        parts and size % parts == 0 for parts, size in zip(grid, shape, strict=True)
+    )
+    block = tuple(size // parts for parts, size in zip(grid, shape, strict=True)) if is_grid else ()
+    if not is_grid or math.prod(block) != numel:
+        raise ValueError(f"{name[:80]!r} of shape {shape} cannot be stored as {tensor.shape}")
+    chunks = []
+    for region, item in tensor.chunks:
+        *index, start = region.offset
+        if set(region.shape[:-1]) - {1}:
+            raise ValueError(f"a chunk of {name[:80]!r} is in several of its blocks")
+        origin = tuple(position * size for position, size in zip(index, block, strict=True))
+        first = 0
+        for box in flat_boxes(block, start, start + region.shape[-1]):
+            budget.take(TENSOR_NBYTES)
+            chunks.append((box.translate(origin), replace(item, range=StreamRange(region.shape, first))))
+            first += box.numel
+    return DcpTensor(tensor.dtype, shape, tuple(chunks))
 
 
 def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
@@ -226,8 +270,12 @@ def _sizes(value: Any) -> tuple[int, ...]:
     if _name(value) != "torch.Size":
         raise TypeError("a shape is no torch.Size")
     (sizes,) = value.arguments
-    if len(sizes) > MAX_RANK:
-        raise ValueError(f"a shape has {len(sizes)} dims")
+    return _numbers(sizes)
+
+
+def _numbers(sizes: Any) -> tuple[int, ...]:
+    if type(sizes) is not tuple or len(sizes) > MAX_RANK:
+        raise ValueError("a shape is no tuple of sizes")
     return tuple(map(_number, sizes))
 
 
@@ -257,11 +305,14 @@ def _fields(value: Any, kind: str) -> dict[str, Any]:
             f"the checkpoint's .metadata holds {_name(value)[:120] or type(value).__name__}, expected {kind}; upgrade "
             "dtckpt, or convert the checkpoint with the library that wrote it"
         )
-    pairs = _pairs(value.state)
+    return dict(_named(_pairs(value.state)))
+
+
+def _named(pairs: Pairs) -> Iterator[tuple[str, Any]]:
     # Many objects may have the same state.
     if len(pairs) > _MAX_FIELDS:
-        raise ValueError(f"{kind} has {len(pairs)} fields")
-    return {name: field for name, field in pairs if type(name) is str}
+        raise ValueError(f"an object has {len(pairs)} fields")
+    return ((name, field) for name, field in pairs if type(name) is str)
 
 
 def _name(value: Any) -> str:

@@ -7,10 +7,11 @@ differs by client (`dtckpt.PerClient`), as in a checkpoint of this library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 from dtckpt.checkpoint.foreign.dcp_metadata import DcpMetadata, DcpTensor, Path, StoredItem
 from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget
@@ -51,7 +52,10 @@ def segments_of(path: Path) -> tuple[str, ...]:
 
 def tensor_of(name: str, tensor: DcpTensor) -> PieceTensor:
     """Return a tensor under a name."""
-    pieces = tuple(Piece(region, item.file, item.offset, stream_nbytes=item.nbytes) for region, item in tensor.chunks)
+    pieces = tuple(
+        Piece(region, item.file, item.offset, stream_nbytes=item.nbytes, stream_range=item.range)
+        for region, item in tensor.chunks
+    )
     return PieceTensor(name, tensor.shape, tensor.dtype, pieces)
 
 
@@ -109,7 +113,13 @@ def _runs(items: Mapping[str, StoredItem]) -> Iterator[list[tuple[str, StoredIte
 
 
 def read_value(
-    folder: Folder, segments: tuple[str, ...], item: StoredItem, budget: ReadBudget, read_file: Read | None = None
+    folder: Folder,
+    segments: tuple[str, ...],
+    item: StoredItem,
+    budget: ReadBudget,
+    read_file: Read | None = None,
+    *,
+    find: Callable[[Any], Any] = lambda value: value,
 ) -> Value | DtckptError:
     """Read a plain value, or why it cannot be read. Blocks: on storage.
 
@@ -119,10 +129,11 @@ def read_value(
         item: Where it is.
         budget: As for `parse_pickle`.
         read_file: As for `open_stream`.
+        find: Returns the value to be read, given the pickled value.
     """
     try:
         stream = open_stream(folder, item.file, item.offset, item.nbytes, read_file, budget=budget)
-        tree = read_tree(stream.zip.value, segments, budget)
+        tree = read_tree(find(stream.zip.value), segments, budget)
         return Value(tree.node, stream.tensors(tree.leaves), tree.refused)
     # A caller that does not ask for the value can do without it.
     except DtckptError as error:

@@ -6,15 +6,23 @@ To add a format: a pure parser in this folder that returns a `PieceIndex`, and a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtckpt.checkpoint.foreign import dcp_files, safetensors_files, torch_files
+from dtckpt.checkpoint.foreign import (
+    dcp_files,
+    deepspeed_files,
+    deepspeed_tree,
+    fsdp_files,
+    megatron,
+    safetensors_files,
+    torch_files,
+)
 from dtckpt.checkpoint.foreign.piece_files import PieceFiles
 from dtckpt.checkpoint.foreign.safetensors_index import validate_alone
-from dtckpt.checkpoint.reading.pieces import PieceIndex
+from dtckpt.checkpoint.reading.pieces import PieceIndex, is_file_name
 from dtckpt.errors import CheckpointError, CheckpointNotFoundError, capped
 from dtckpt.format.names import DCP_METADATA_NAME, is_own_segment
 from dtckpt.storage.failures import translate_errors
@@ -77,6 +85,15 @@ FORMATS: dict[str, ForeignFormat] = {
             validate_file=validate_alone,
         ),
         ForeignFormat(
+            kind=deepspeed_files.KIND,
+            title="a directory of DeepSpeed",
+            suffixes=(),
+            markers=deepspeed_files.MARKERS,
+            is_file=deepspeed_files.is_file,
+            is_folder=deepspeed_files.is_folder,
+            read_index=deepspeed_tree.read_index,
+        ),
+        ForeignFormat(
             kind=torch_files.KIND,
             title="a file of torch.save",
             suffixes=torch_files.SUFFIXES,
@@ -86,9 +103,28 @@ FORMATS: dict[str, ForeignFormat] = {
             read_index=torch_files.read_index,
             validate_file=validate_alone,
         ),
+        ForeignFormat(
+            kind=fsdp_files.KIND,
+            title="a directory of FSDP1's local state dicts",
+            suffixes=(),
+            markers=(),
+            is_file=fsdp_files.is_file,
+            is_folder=fsdp_files.is_folder,
+            read_index=fsdp_files.read_index,
+        ),
     )
 }
 """By kind, in the order in which they are tried."""
+
+
+POINTERS: Mapping[str, Callable[[str], str]] = {
+    megatron.STEP_NAME: megatron.step_folder,
+    **dict.fromkeys(deepspeed_files.LATEST, str.strip),
+}
+"""Files of the folder of a run that name the newest checkpoint below it; each with the rule of that name."""
+MAX_POINTER_NBYTES = 256
+INNER_FOLDERS = ("weights",)
+"""Folders that hold the checkpoint, where libraries add a folder around it, as NeMo does."""
 
 
 def has_foreign_name(where: Location) -> bool:
@@ -128,12 +164,32 @@ def _found(where: Location) -> _Found | None:
             where = where.parent  # its metadata stand for a whole directory
         if where.is_file():
             return _as_file(LocalFolder(where.parent), where.name)
-        return _as_folder(LocalFolder(where), LocalFolder(where).names()) if where.is_dir() else None
-    if has_foreign_name(where) and (file := _as_file(open_folder(where.parent), where.name)) is not None:
+    elif has_foreign_name(where) and (file := _as_file(open_folder(where.parent), where.name)) is not None:
         return file
+    if (outer := _listed(where)) is None:
+        return None
+    if (found := _as_folder(*outer)) is not None:
+        return found
+    inner = (_listed(where / name) for name in _inner_folders(*outer))
+    return next((found for each in inner if each is not None and (found := _as_folder(*each)) is not None), None)
+
+
+def _listed(where: Location) -> tuple[Folder, Collection[str]] | None:
+    """Return a folder and the names in it, of those that matter where directories cannot be listed; None if none."""
+    if isinstance(where, Path):
+        return (LocalFolder(where), LocalFolder(where).names()) if where.is_dir() else None
     folder = open_folder(where)
-    markers = dict.fromkeys(name for form in FORMATS.values() for name in form.markers)
-    return _as_folder(folder, [name for name in markers if _head(folder, name) is not None])
+    names = dict.fromkeys([*POINTERS, *(name for form in FORMATS.values() for name in form.markers)])
+    return folder, [name for name in names if _head(folder, name) is not None]
+
+
+def _inner_folders(folder: Folder, names: Collection[str]) -> Iterator[str]:
+    """Yield the names of folders that may hold the checkpoint for which a folder of a run stands."""
+    for name in sorted(POINTERS.keys() & set(names)):
+        inner = POINTERS[name](folder.read_whole(name, MAX_POINTER_NBYTES).decode(errors="replace"))
+        if is_file_name(inner) and "/" not in inner:
+            yield inner
+    yield from INNER_FOLDERS
 
 
 def _as_folder(folder: Folder, names: Collection[str]) -> _Found | None:

@@ -197,6 +197,8 @@ def _dtype(value: Any) -> str:
 
 def _whole_part(kind: str, state: Any, where: str) -> Any:
     """Return the local tensor of a DTensor, if it has all elements."""
+    if kind.rpartition(".")[2] == "ShardedTensor":
+        raise _refusal(where, "it is one process's part of a tensor; open the folder with the files of all processes")
     if kind != _DTENSOR:
         raise _refusal(where, f"its class is {kind}; save a plain tensor")
     try:

@@ -191,6 +191,7 @@ _CONTAINERS = {
     "collections.defaultdict": "defaultdict",
     "collections.deque": "deque",
     "types.SimpleNamespace": "SimpleNamespace",
+    "argparse.Namespace": "SimpleNamespace",
 }
 """By name in a pickle, the name in `dtckpt.format.containers.CONTAINERS`."""
 

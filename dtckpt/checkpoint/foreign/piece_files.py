@@ -78,6 +78,7 @@ class PieceFiles(CheckpointFiles):
         self.refused = index.refused
         self.files = index.files
         self.unread = index.unread
+        self.notes = index.notes
         self._index = index
         self._folder = folder
         self._is_local = isinstance(folder, LocalFolder) and not is_remote

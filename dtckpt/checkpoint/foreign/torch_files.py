@@ -24,7 +24,14 @@ from dtckpt.checkpoint.foreign.pickled_tensors import StorageView, tensor_view
 from dtckpt.checkpoint.foreign.pickled_tree import Leaf, read_tree
 from dtckpt.checkpoint.foreign.safetensors_index import MAX_INDEX_NBYTES, parse_weight_map
 from dtckpt.checkpoint.foreign.torch_zip import CRC_NBYTES, TAIL_NBYTES, Read, Record, TorchZip, read_zip
-from dtckpt.checkpoint.reading.pieces import CheckedBytes, Piece, PieceIndex, PieceTensor, c_strides
+from dtckpt.checkpoint.reading.pieces import (
+    CheckedBytes,
+    Piece,
+    PieceIndex,
+    PieceTensor,
+    StreamRange,
+    c_strides,
+)
 from dtckpt.errors import CheckpointCorruptError, DtckptError
 from dtckpt.format import tree as trees
 from dtckpt.layout.region import Region
@@ -143,7 +150,8 @@ class TorchStream:
         storages = sorted({(view.key, view.storage_nbytes) for view in views if 0 not in view.shape})
         # Each is one small read, which takes long elsewhere.
         with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
-            found = pool.map(lambda storage: self.zip.storage(*storage), storages)
+            find = pool.map if len(storages) > 1 else map
+            found = find(lambda storage: self.zip.storage(*storage), storages)
             places = dict(zip(storages, ((start, record.crc) for start, record in found), strict=True))
         return {
             name: _array(name, leaf)
@@ -160,8 +168,8 @@ class TorchStream:
         return (_piece(view, Region.full(view.shape), self.file, self.offset + start, crc),)
 
 
-def _piece(view: StorageView, region: Region, file: str, start: int, crc: int) -> Piece:
-    """Return the piece that a view is.
+def _piece(view: StorageView, region: Region, file: str, start: int, crc: int, *, first: int = 0) -> Piece:
+    """Return the piece that a view, or a range of a view in C order, is.
 
     Args:
         view: The view.
@@ -169,10 +177,11 @@ def _piece(view: StorageView, region: Region, file: str, start: int, crc: int) -
         file: Name of the file.
         start: Position of the view's storage in the file.
         crc: CRC of the storage; 0 if PyTorch took no CRC.
+        first: The range's first byte in the view.
     """
     checked = CheckedBytes(start, view.storage_nbytes, crc) if crc else None
     strides = None if view.strides == c_strides(view.shape) else view.strides
-    return Piece(region, file, start + view.start, strides, checked=checked)
+    return Piece(region, file, start + view.start + first, strides, checked=checked)
 
 
 def _array(name: str, array: np.ndarray[Any, Any]) -> PieceTensor:
@@ -295,12 +304,15 @@ class PieceLocator:
         if piece.stream_nbytes is None:
             return piece
         view, start, crc = self._parse(tensor.name, piece.file, piece.offset, piece.stream_nbytes)
-        if view.shape != piece.region.shape or view.dtype != tensor.dtype:
+        held = StreamRange(piece.region.shape, 0) if piece.stream_range is None else piece.stream_range
+        is_flat = piece.stream_range is None or view.strides == c_strides(view.shape)
+        if view.shape != held.shape or view.dtype != tensor.dtype or not is_flat:
             raise CheckpointCorruptError(
                 f"{self._folder}/{piece.file} holds, from byte {piece.offset}, {view.dtype} of shape {view.shape}, "
-                f"expected {tensor.dtype} of shape {piece.region.shape} for tensor {tensor.name!r}"
+                f"expected {tensor.dtype} of shape {held.shape} in C order for tensor {tensor.name!r}"
             )
-        place = _piece(view, piece.region, piece.file, piece.offset + start, crc)
+        first = held.start * tensor.itemsize
+        place = _piece(view, piece.region, piece.file, piece.offset + start, crc, first=first)
         tensor.validate_piece(place)
         return place
 

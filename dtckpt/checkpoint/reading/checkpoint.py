@@ -117,6 +117,11 @@ class Checkpoint:
         """
         return self.files.unread
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """Texts about tensors of another library that are kept as stored, such as a padded vocabulary."""
+        return self.files.notes
+
     def validate_readable(self, path: str = "") -> None:
         """Check that everything at a path, above it and below it can be read; by default the whole checkpoint.
 

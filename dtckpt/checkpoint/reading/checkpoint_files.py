@@ -36,6 +36,8 @@ class CheckpointFiles(Protocol):
     """The files of another library that it is read from; empty for checkpoints of this library."""
     unread: Sequence[str]
     """Files beside these that are not read, and notes in these that are not read; as far as they can be listed."""
+    notes: Sequence[str] = ()
+    """What a reader must know about tensors that are read as they are stored."""
 
     @property
     def structure(self) -> trees.Node:

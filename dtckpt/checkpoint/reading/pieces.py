@@ -57,6 +57,19 @@ class CheckedBytes:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamRange:
+    """Where in a stream of ``torch.save`` the elements of a piece are, if the stream holds those of several pieces.
+
+    Args:
+        shape: The shape of the tensor in the stream, which lies in C order.
+        start: The piece's first element among those.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A box of a tensor's elements, as raw little-endian bytes in one file.
 
@@ -69,6 +82,7 @@ class Piece:
             elements are, and with which strides, is found out when they are read
             (`dtckpt.checkpoint.foreign.torch_files`): an index of a million streams is then one small file. None:
             the elements themselves begin at ``offset``.
+        stream_range: Which elements of the stream the box is; None: all of them.
         checked: The bytes with a checksum that the piece lies in, if there are any.
     """
 
@@ -77,6 +91,7 @@ class Piece:
     offset: int
     strides: tuple[int, ...] | None = None
     stream_nbytes: int | None = None
+    stream_range: StreamRange | None = None
     checked: CheckedBytes | None = None
 
     @property
@@ -198,6 +213,7 @@ class PieceIndex:
             could make. Such a path is not in the tree, and an error for a caller that asks for it.
         files: Names of the files that it describes or was read from.
         unread: The rest: names of other files beside them, and notes in them that the index does not have.
+        notes: What a reader must know about tensors that are read as they are stored.
 
     Raises:
         CheckpointCorruptError: The structure is malformed, or does not name every tensor once; or the tensors have far
@@ -210,6 +226,7 @@ class PieceIndex:
     refused: Mapping[str, DtckptError] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))

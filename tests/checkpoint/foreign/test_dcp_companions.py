@@ -5,6 +5,7 @@ import io
 import json
 import os
 import shutil
+import signal
 from collections import OrderedDict
 
 import fsspec
@@ -59,15 +60,16 @@ def test_what_lightning_writes(folder, tmp_path):
 
 
 def test_what_megatron_writes(folder):
-    common = {"iteration": 5, "optimizer_0": {"param_groups": [{"lr": 0.1}]}, "args": argparse.Namespace(lr=1)}
+    arguments = argparse.Namespace(lr=1, exit_signal=signal.SIGTERM)
+    common = {"iteration": 5, "optimizer_0": {"param_groups": [{"lr": 0.1}]}, "args": arguments}
     torch.save(common, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     with dtckpt.open_checkpoint(folder) as checkpoint:
         assert checkpoint.unread == ()
-        assert checkpoint.values == {"iteration": 5, "optimizer_0/param_groups/0/lr": 0.1}
+        assert checkpoint.values == {"iteration": 5, "optimizer_0/param_groups/0/lr": 0.1, "args/lr": 1}
         # Beside the tensors of the same optimizer.
         assert "optimizer_0/state/w/exp_avg" in checkpoint.tensors
-        assert list(checkpoint.refused) == ["args"]
+        assert list(checkpoint.refused) == ["args/exit_signal"]
 
 
 def test_by_the_path_of_the_metadata(folder):

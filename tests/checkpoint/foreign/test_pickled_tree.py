@@ -8,6 +8,7 @@ import pickle
 import time
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -114,6 +115,11 @@ def test_a_tensor_with_attributes_is_a_tensor():
     assert tree_of([parameter]).node == {"list": [{"tensor": "0"}]}
 
 
+def test_the_arguments_of_a_program_are_a_namespace():
+    tree = tree_of(argparse.Namespace(lr=1, sizes=[2]))
+    assert trees.build(tree.node, None) == types.SimpleNamespace(lr=1, sizes=[2])
+
+
 class Color(enum.Enum):
     RED = 1
 
@@ -124,12 +130,12 @@ def test_what_cannot_be_read_is_left_out_with_the_reason():
     tree = tree_of(
         {
             "step": 3,
-            "args": argparse.Namespace(lr=1),
+            "args": Fraction(1, 2),
             "color": Color.RED,
             "bytearray": bytearray(b"a"),
             "layout": torch.strided,
             "class": argparse.Namespace,
-            "deep": {"good": 1, "list": [tensor, argparse.Namespace()]},
+            "deep": {"good": 1, "list": [tensor, Fraction(1, 2)]},
             "big": 1 << 9000,
             "objects": np.array(["text"]),
             "swapped": np.arange(3, dtype=">i4"),
@@ -142,12 +148,12 @@ def test_what_cannot_be_read_is_left_out_with_the_reason():
     assert trees.build(tree.node, None) == {"step": 3, "deep": {"good": 1}}
     assert tree.leaves == {}
     expected = {
-        "args": "cannot read argparse.Namespace at 'args'",
+        "args": "cannot read fractions.Fraction at 'args'",
         "color": "Color at 'color'",
         "bytearray": "bytearray",
         "layout": "torch.serialization._get_layout",
         "class": "cannot read argparse.Namespace at 'class'",
-        "deep/list": "cannot read argparse.Namespace at 'deep/list/1'",
+        "deep/list": "cannot read fractions.Fraction at 'deep/list/1'",
         "big": "int at 'big' is too large",
         "objects": "its dtype is 'U4'",
         "swapped": "big-endian",

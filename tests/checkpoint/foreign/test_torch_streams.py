@@ -1,7 +1,7 @@
 """Indexes of distributed checkpoints of PyTorch and of ``torch.save`` files: all elements are where they say."""
 
-import argparse
 import random
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def training_state():
         "empty": torch.empty(0, 3),
         "random": {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": generator.get_state()},
         "tuple": (torch.ones(3), 1),
-        "args": argparse.Namespace(lr=1),
+        "args": Fraction(1, 2),
         "step": 7,
         "odd": {"": torch.ones(1), "/a//b": 2, "..": [torch.ones(1)]},
     }
@@ -219,10 +219,10 @@ def test_files_that_are_cut_short_are_refused_when_they_are_opened(tmp_path):
 
 
 def test_a_tensor_that_cannot_be_read_is_an_error_for_those_who_want_it(tmp_path):
-    state = {"w": torch.ones(2), "args": argparse.Namespace(lr=1), "sparse": torch.ones(2, 2).to_sparse()}
+    state = {"w": torch.ones(2), "args": Fraction(1, 2), "sparse": torch.ones(2, 2).to_sparse()}
     torch.save(state, tmp_path / "it.pt")
     target = {"w": torch.zeros(2)}
-    with pytest.raises(TreeError, match=r"cannot read argparse\.Namespace at 'args'"):
+    with pytest.raises(TreeError, match=r"cannot read fractions\.Fraction at 'args'"):
         dtckpt.restore(tmp_path / "it.pt")
     with pytest.raises(UnexpectedTensorError, match="'args', 'sparse'"):
         dtckpt.restore(tmp_path / "it.pt", target)

@@ -9,6 +9,7 @@ import json
 import random
 import shutil
 import struct
+import tarfile
 import warnings
 import zlib
 from collections.abc import Callable
@@ -44,7 +45,17 @@ TREE = {
 }
 FILES = {"torch": "file.pt", "safetensors": "model.safetensors"}
 """Names of checkpoints that are files."""
-KINDS = ("ocdbt", "zarr", "blosc", "torch", "safetensors", "sharded", "dcp", "root")
+PEERS = Path(__file__).parents[2] / "checkpoint" / "foreign" / "peers.tar.xz"
+SAMPLES = {
+    "megatron": "megatron_versions/v0.13.1/iter_0000007",
+    "common state": "megatron_versions/v0.19.0/iter_0000007",
+    "zero 2": "deepspeed/z2_bf16_2/global_step3",
+    "zero 3": "deepspeed/z3_bf16_2/global_step3",
+    "universal": "deepspeed/z2_bf16_2_universal/global_step3_universal",
+    "fsdp": "fsdp/fsdp1_flat_2",
+}
+"""Checkpoints that other libraries wrote, in `PEERS`."""
+KINDS = ("ocdbt", "zarr", "blosc", "torch", "safetensors", "sharded", "dcp", "root", *SAMPLES)
 
 
 def write_honest(root: Path, kind: str) -> Path:
@@ -66,6 +77,11 @@ def write_honest(root: Path, kind: str) -> Path:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save({**tensors, "step": 3, "betas": [0.9, 0.95]}, checkpoint_id=path)
+    elif kind in SAMPLES:
+        with tarfile.open(PEERS) as archive:
+            archive.extractall(root / "all", filter="data")
+        (root / "all" / SAMPLES[kind]).rename(path)
+        shutil.rmtree(root / "all")
     elif kind == "root":
         with dtckpt.CheckpointManager(root, is_async=False) as manager:
             for step in (1, 2):
@@ -171,6 +187,42 @@ def _torch(root: Path, honest: Path, draw: random.Random) -> Path:
 def _dcp(root: Path, honest: Path, draw: random.Random) -> Path:
     root.mkdir()
     dcp_bomb(root / STEP, draw)
+    return root / STEP
+
+
+def _deepspeed(root: Path, honest: Path, draw: random.Random) -> Path:
+    count = draw.choice((2, 1 << 16, 1 << 17, 1 << 40))
+    shape = draw.choice(((1 << 20,) * 3, (1,) * 60, (1 << 40, 0), (2,), (1 << 61,)))
+    num_names = draw.choice((1, 1000, 50_000))
+    shapes = {f"w{each}": torch.Size(shape) for each in range(num_names)}
+    model = {
+        "module": {"w0": torch.zeros(2)},
+        "param_shapes": draw.choice(([shapes], [shapes] * 1000, [{}] * 100_000)),
+        "frozen_param_shapes": draw.choice((None, shapes)),
+        "shared_params": draw.choice(({}, dict.fromkeys(shapes, "w0"), {"w0": "w0"})),
+        "dp_world_size": count,
+        "mp_world_size": draw.choice((1, 1, 1, 1 << 16, 1 << 40)),
+    }
+    vectors = [torch.zeros(2)] * draw.choice((1, 2000))
+    optimizer = draw.choice(
+        (
+            {"fp32_flat_groups": vectors, "partition_count": count},
+            {"single_partition_of_fp32_groups": vectors, "partition_count": [count] * len(vectors)},
+        )
+    )
+    folder = root / STEP
+    folder.mkdir(parents=True)
+    for rank in range(2):
+        torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        torch.save({"optimizer_state_dict": optimizer}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return folder
+
+
+def _template(root: Path, honest: Path, draw: random.Random) -> Path:
+    shutil.copytree(honest / "fsdp", root)
+    sizes = {"_flat_param": [1 << 61] * 8, "w": [1] * 1000} | {f"w{each}": [1] for each in range(20_000)}
+    bomb = draw.choice((_json_bomb(draw), json.dumps(sizes).encode()))
+    (root / STEP / "template.json").write_bytes(bomb)
     return root / STEP
 
 
@@ -314,5 +366,6 @@ def _root(root: Path, honest: Path, draw: random.Random) -> Path:
 Bomb = Callable[[Path, Path, random.Random], Path]
 BOMBS: tuple[Bomb, ...] = (
     *(_torch, _torch, _torch, _dcp, _dcp, _dcp, _safetensors, _safetensors, _index, _manifest, _manifest, _manifest),
+    *(_deepspeed, _deepspeed, _deepspeed, _template),
     *(_documents, _compressed, _database, _root, _root),
 )

@@ -1,0 +1,148 @@
+"""Find and read DeepSpeed's checkpoints: the files of all processes, and from these one index.
+
+A checkpoint is a folder that ``latest`` beside it names::
+
+    mp_rank_00_model_states.pt                            the 16-bit module and the client's state; ZeRO 0 to 2
+    zero_pp_rank_{dp}_mp_rank_00_model_states.pt          one for each process; ZeRO 3
+    [bf16_]zero_pp_rank_{dp}_mp_rank_00_optim_states.pt   one process's flat vectors; ZeRO 1 to 3
+    layer_{n}-model_{tp}-model_states.pt                  the module of one layer of a pipeline
+    zero/{parameter}/{fp32,exp_avg,…}.pt                  a universal checkpoint: one small file for each tensor
+
+The tree is that of a training script: ``module``, ``optimizer``, and the client's items at the top. The parameters are
+the fp32 vectors where an optimizer has them. Slices of tensor parallelism stay apart, below ``mp_00``, ``mp_01`` and so
+on, because no file tells along which dim they are cut.
+
+Source: deepspeed.runtime.engine (``_save_checkpoint``, ``_save_zero_checkpoint``), deepspeed.checkpoint.constants.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from dtckpt.checkpoint.foreign.deepspeed_fields import ModelFields, model_fields
+from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget
+from dtckpt.checkpoint.foreign.torch_files import TorchStream, file_nbytes, open_stream
+from dtckpt.errors import CheckpointCorruptError
+from dtckpt.storage.folder import Folder
+from dtckpt.storage.local_folder import LocalFolder
+
+KIND = "deepspeed"
+LATEST = ("latest", "latest_universal")
+"""Files of the folder of a run that name the newest checkpoint."""
+MARKERS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+UNIVERSAL = "zero"
+"""The folder of a universal checkpoint's parameters."""
+OPTIMIZER_STATE = f"{UNIVERSAL}/optimizer_state.pt"
+_OURS = re.compile(r"(bf16_)?(zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_?(model|optim)_states\.pt")
+LAYER = re.compile(r"layer_([0-9]{2,6})-model_([0-9]{2,6})-model_states\.pt")
+_UNIVERSAL_FILE = re.compile(rf"{UNIVERSAL}/(.+)/([A-Za-z0-9_]+)\.pt")
+_OPTIMIZERS = tuple(
+    f"{precision}zero_pp_rank_{{dp}}_mp_rank_{{mp:02d}}{end}"
+    for precision in ("", "bf16_")
+    for end in ("_optim_states.pt", "optim_states.pt")
+)
+"""Names of the optimizer files; before version 0.4, no underscore."""
+_NUM_THREADS = 16
+
+
+def is_file(name: str, head: bytes) -> bool:  # noqa: ARG001  (a file alone is a file of torch.save)
+    """Whether a file alone is such a checkpoint: never."""
+    return False
+
+
+def is_folder(names: Collection[str]) -> bool:
+    """Whether a directory is such a checkpoint, by the names in it."""
+    return any(map(_OURS.fullmatch, names))
+
+
+class DeepspeedFiles:
+    """The files of one checkpoint.
+
+    Args:
+        folder: The directory.
+        names: The names in it.
+    """
+
+    def __init__(self, folder: Folder, names: Collection[str]) -> None:
+        self.folder = folder
+        # One for all: of many files, each could ask for the least that a file may.
+        self.budget = ReadBudget(str(folder))
+        self._names = set(names)
+        self._streams: dict[str, TorchStream] = {}
+        self._models: dict[str, tuple[ModelFields, TorchStream]] = {}
+        self.universal = self._universal()
+
+    def _universal(self) -> dict[str, dict[str, str]]:
+        """Return the files of a universal checkpoint: by parameter, by kind."""
+        if not self.has(OPTIMIZER_STATE):
+            return {}
+        below = self.folder / UNIVERSAL
+        names = (
+            [
+                f"{each}/{name}"
+                for each in below.names()
+                if (below.path / each).is_dir()
+                for name in (below / each).names()
+            ]
+            if isinstance(below, LocalFolder)
+            else [name.removeprefix(f"{UNIVERSAL}/") for name in self.folder.names(f"{UNIVERSAL}/")]
+        )
+        found: dict[str, dict[str, str]] = {}
+        self._names -= {UNIVERSAL}
+        self._names |= {f"{UNIVERSAL}/{name}" for name in (*names, "optimizer_state.pt")}
+        for name in sorted(self._names):
+            if (match := _UNIVERSAL_FILE.fullmatch(name)) is not None:
+                found.setdefault(match[1], {})[match[2]] = name
+        return found
+
+    def used(self) -> tuple[str, ...]:
+        """Return the names of the files that were opened."""
+        return tuple(sorted(self._streams))
+
+    def unread(self) -> tuple[str, ...]:
+        """Return the names of the other files."""
+        return tuple(sorted(self._names.difference(self._streams)))
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of a name. Blocks: on storage, where directories are not listed."""
+        return name in self._names or self.folder.find_short_file({name: 1}) is None
+
+    def open_all(self, names: Iterable[str]) -> list[TorchStream]:
+        """Read files but for their elements. Blocks: on storage."""
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
+            return list(pool.map(self.open, names))
+
+    def open(self, name: str) -> TorchStream:
+        """Read a file but for its elements. Blocks: on storage."""
+        if name not in self._streams:
+            try:
+                nbytes = file_nbytes(self.folder, name)
+                self._streams[name] = open_stream(self.folder, name, 0, nbytes, budget=self.budget)
+                # A piece has elements of its own in a vector, so the length of the file bounds the pieces.
+                self.budget.grow(nbytes)
+            except FileNotFoundError:
+                raise CheckpointCorruptError(f"{self.folder}/{name} is missing; restore another checkpoint") from None
+        return self._streams[name]
+
+    def model(self, mp: int, dp: int = 0) -> tuple[ModelFields, TorchStream]:
+        """Return the fields of a model file. Blocks: on storage."""
+        whole = f"mp_rank_{mp:02d}_model_states.pt"
+        name = whole if self.has(whole) else f"zero_pp_rank_{dp}_{whole}"
+        if name not in self._models:
+            stream = self.open(name)
+            self._models[name] = model_fields(stream.zip.value, f"{self.folder}/{name}", self.budget), stream
+        return self._models[name]
+
+    def is_by_process(self, mp: int) -> bool:
+        """Whether each process wrote a model file of its own, as with ZeRO 3."""
+        return not self.has(f"mp_rank_{mp:02d}_model_states.pt")
+
+    def optimizer_form(self, mp: int) -> str | None:
+        """Return the form of the names of a model slice's optimizer files; None without ZeRO."""
+        for form in _OPTIMIZERS:
+            known = re.compile(re.escape(form.format(dp=0, mp=mp)).replace("rank_0_", "rank_[0-9]+_", 1))
+            if self.has(form.format(dp=0, mp=mp)) or any(map(known.fullmatch, self._names)):
+                return form
+        return None
