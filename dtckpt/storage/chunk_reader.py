@@ -427,9 +427,7 @@ def file_runs(ranges: Sequence[FileRange]) -> Iterator[FileRun]:
         yield FileRun(ranges[run[0]].file, start, stop, run)
 
 
-def decode_chunk(
-    array: StoredArray, data: bytes, region: Region, into: np.ndarray[Any, Any], context: Any
-) -> None:
+def decode_chunk(array: StoredArray, data: bytes, region: Region, into: np.ndarray[Any, Any], context: Any) -> None:
     """Decode a whole compressed chunk.
 
     Args:

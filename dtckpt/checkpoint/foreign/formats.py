@@ -1,7 +1,8 @@
 """The formats of other libraries that are read directly: how each is recognized, and how its index is read.
 
-To add a format: a pure parser in this folder that returns a `PieceIndex`, and an entry in `FORMATS`. All else
-(restores onto any mesh, reads of regions, resharding, conversion) follows from the index.
+To add a format: a pure parser in this folder that returns a `PieceIndex`, or a `ChunkIndex` if elements are compressed,
+and an entry in `FORMATS`. All else (restores onto any mesh, reads of regions, resharding, conversion) follows from the
+index.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtckpt.checkpoint.foreign import dcp_files, safetensors_files, torch_files
+from dtckpt.checkpoint.foreign import dcp_files, orbax_files, safetensors_files, torch_files
+from dtckpt.checkpoint.foreign.chunk_files import ChunkFiles, ChunkIndex
 from dtckpt.checkpoint.foreign.piece_files import PieceFiles
 from dtckpt.checkpoint.foreign.safetensors_index import validate_alone
+from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.reading.pieces import PieceIndex
 from dtckpt.errors import CheckpointError, CheckpointNotFoundError, capped
 from dtckpt.format.names import DCP_METADATA_NAME, is_own_segment
@@ -50,7 +53,7 @@ class ForeignFormat:
     markers: tuple[str, ...]
     is_file: Callable[[str, bytes], bool]
     is_folder: Callable[[Collection[str]], bool]
-    read_index: Callable[[Folder, Collection[str]], PieceIndex]
+    read_index: Callable[[Folder, Collection[str]], PieceIndex | ChunkIndex]
     validate_file: Callable[[str], None] = lambda _: None
 
 
@@ -86,6 +89,15 @@ FORMATS: dict[str, ForeignFormat] = {
             read_index=torch_files.read_index,
             validate_file=validate_alone,
         ),
+        ForeignFormat(
+            kind=orbax_files.KIND,
+            title="a directory of Orbax",
+            suffixes=(),
+            markers=orbax_files.MARKERS,
+            is_file=orbax_files.is_file,
+            is_folder=orbax_files.is_folder,
+            read_index=orbax_files.read_index,
+        ),
     )
 }
 """By kind, in the order in which they are tried."""
@@ -98,7 +110,7 @@ def has_foreign_name(where: Location) -> bool:
     )
 
 
-def open_foreign(where: Location) -> PieceFiles | None:
+def open_foreign(where: Location) -> CheckpointFiles | None:
     """Open another library's checkpoint; None if there is none of a format in `FORMATS`. Blocks: on storage.
 
     Raises:
@@ -110,7 +122,10 @@ def open_foreign(where: Location) -> PieceFiles | None:
         found = _found(where)
         if found is None:
             return None
-        return PieceFiles(found.folder, found.form.read_index(found.folder, found.names), is_remote=is_remote(where))
+        index = found.form.read_index(found.folder, found.names)
+        if isinstance(index, ChunkIndex):
+            return ChunkFiles(found.folder, index)
+        return PieceFiles(found.folder, index, is_remote=is_remote(where))
 
 
 @dataclass(frozen=True, slots=True)
