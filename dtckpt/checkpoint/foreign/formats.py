@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtckpt.checkpoint.foreign import dcp_files, orbax_files, safetensors_files, torch_files
+from dtckpt.checkpoint.foreign import bundle_files, dcp_files, orbax_files, safetensors_files, torch_files
 from dtckpt.checkpoint.foreign.chunk_files import ChunkFiles, ChunkIndex
 from dtckpt.checkpoint.foreign.piece_files import PieceFiles
 from dtckpt.checkpoint.foreign.safetensors_index import validate_alone
@@ -45,6 +45,8 @@ class ForeignFormat:
         read_index: Reads the index, given the folder and names of files in it: all names, or the
             single name that the user chose. Raises `CheckpointError`s, and the errors of the methods of `Folder`.
         validate_file: Raises a `CheckpointError` for a file that is only a part of a checkpoint, by its name.
+        prefix_suffix: The end of the name of the file that `read_index` is given, where the path of a checkpoint is the
+            prefix of its files; else empty.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class ForeignFormat:
     is_folder: Callable[[Collection[str]], bool]
     read_index: Callable[[Folder, Collection[str]], PieceIndex | ChunkIndex]
     validate_file: Callable[[str], None] = lambda _: None
+    prefix_suffix: str = ""
 
 
 FORMATS: dict[str, ForeignFormat] = {
@@ -97,6 +100,16 @@ FORMATS: dict[str, ForeignFormat] = {
             is_file=orbax_files.is_file,
             is_folder=orbax_files.is_folder,
             read_index=orbax_files.read_index,
+        ),
+        ForeignFormat(
+            kind=bundle_files.KIND,
+            title="a checkpoint of TensorFlow, by its prefix",
+            suffixes=(bundle_files.SUFFIX,),
+            markers=(bundle_files.STATE_FILE,),
+            is_file=bundle_files.is_file,
+            is_folder=bundle_files.is_folder,
+            read_index=bundle_files.read_index,
+            prefix_suffix=bundle_files.SUFFIX,
         ),
     )
 }
@@ -143,16 +156,27 @@ def _found(where: Location) -> _Found | None:
             where = where.parent  # its metadata stand for a whole directory
         if where.is_file():
             return _as_file(LocalFolder(where.parent), where.name)
-        return _as_folder(LocalFolder(where), LocalFolder(where).names()) if where.is_dir() else None
+        if where.is_dir():
+            return _as_folder(LocalFolder(where), LocalFolder(where).names())
+        return _as_prefix(LocalFolder(where.parent), where.name)
     if has_foreign_name(where) and (file := _as_file(open_folder(where.parent), where.name)) is not None:
         return file
     folder = open_folder(where)
     markers = dict.fromkeys(name for form in FORMATS.values() for name in form.markers)
-    return _as_folder(folder, [name for name in markers if _head(folder, name) is not None])
+    found = _as_folder(folder, [name for name in markers if _head(folder, name) is not None])
+    return _as_prefix(open_folder(where.parent), where.name) if found is None else found
 
 
 def _as_folder(folder: Folder, names: Collection[str]) -> _Found | None:
     return next((_Found(folder, names, form) for form in FORMATS.values() if form.is_folder(names)), None)
+
+
+def _as_prefix(folder: Folder, prefix: str) -> _Found | None:
+    for form in FORMATS.values():
+        name = f"{prefix}{form.prefix_suffix}"
+        if form.prefix_suffix and _head(folder, name) is not None:
+            return _Found(folder, [name], form)
+    return None
 
 
 def _as_file(folder: Folder, name: str) -> _Found | None:

@@ -34,7 +34,12 @@ MAX_LEAVES = 1 << 20
 MAX_MESH_SIZE = 1 << 16
 """Devices of a mesh; the sharding of a larger one is passed over."""
 _SEQUENCE, _DICT = 1, 2
-_EMPTY: dict[str, dict[str, Any]] = {"Dict": {"dict": []}, "NamedTuple": {"dict": []}, "List": {"list": []}, "Tuple": {"tuple": []}}
+_EMPTY: dict[str, dict[str, Any]] = {
+    "Dict": {"dict": []},
+    "NamedTuple": {"dict": []},
+    "List": {"list": []},
+    "Tuple": {"tuple": []},
+}
 """By the type of a value without content, its node."""
 
 

@@ -49,11 +49,13 @@ class CheckedBytes:
         start: The first byte.
         nbytes: Their number.
         crc: Their CRC-32.
+        is_castagnoli: Whether it is a CRC-32C.
     """
 
     start: int
     nbytes: int
     crc: int
+    is_castagnoli: bool = False
 
 
 @dataclass(frozen=True, slots=True)
