@@ -49,7 +49,7 @@ METRICS = "metrics"
 MAX_METADATA_NBYTES = 64 << 20
 _UNNAMED = ("default",)
 _UNNAMED_V1 = ("state", "pytree")
-_OF_ORBAX = re.compile(
+OWN_NAMES = re.compile(
     r"_CHECKPOINT_METADATA|_METADATA|_sharding|_strings\.json|array_metadatas|commit_success\.txt|orbax\.checkpoint"
     r"|manifest\.ocdbt|d|ocdbt_data|ocdbt_meta|ocdbt\.process_\w+"
 )
@@ -105,13 +105,13 @@ class _Item:
 def _read_items(folder: Folder, names: Collection[str]) -> ChunkIndex:
     data = folder.read_whole(CHECKPOINT_METADATA, MAX_METADATA_NBYTES)
     named, has_custom = orbax_metadata.parse_items(data, f"{folder}/{CHECKPOINT_METADATA}")
-    others = [name for name in names if not _OF_ORBAX.fullmatch(name)]
+    others = [name for name in names if not OWN_NAMES.fullmatch(name)]
     unnamed = _UNNAMED_V1 if V1_MARK in names else _UNNAMED
     structure: trees.Node = {"dict": []}
     tensors: dict[str, ChunkTensor] = {}
     stores: dict[str, ValueReader] = {}
     refused: dict[str, DtckptError] = {}
-    files = [name for name in names if _OF_ORBAX.fullmatch(name)]
+    files = [name for name in names if OWN_NAMES.fullmatch(name)]
     unread = [f"{CHECKPOINT_METADATA}: custom_metadata"] if has_custom else []
     # The item without a name first: what the others have in common with it is refused.
     for name in sorted({*named, *others, METRICS}, key=lambda name: (name not in unnamed, name)):
@@ -153,7 +153,7 @@ def _read_item(folder: Folder, name: str, at: Path) -> _Item | None:
             node = trees.flatten(value, lambda _: False, at=prefix)[1]
         except DtckptError as error:
             return _Item({"dict": []}, refused={prefix: error}, files=[name])
-        rest = [f"{name}/{each}" for each in names if each != document and not _OF_ORBAX.fullmatch(each)]
+        rest = [f"{name}/{each}" for each in names if each != document and not OWN_NAMES.fullmatch(each)]
         if not at and "dict" not in node:
             return None
         return _Item({"dict": [[name, node]]} if at else node, files=[name], unread=rest)
@@ -205,7 +205,7 @@ def _read_tree(folder: Folder, store: str, names: Collection[str], at: Path = ()
             refused[name] = error
     folders = {leaf.name.split("/")[0] for leaf in tree.leaves}
     prefix = f"{store}/" if store else ""
-    unread = [f"{prefix}{name}" for name in sorted(names) if not _OF_ORBAX.fullmatch(name) and name not in folders]
+    unread = [f"{prefix}{name}" for name in sorted(names) if not OWN_NAMES.fullmatch(name) and name not in folders]
     if tree.custom:
         unread.append(f"{prefix}{TREE_METADATA}: custom_metadata")
     files = [f"{prefix}{name}" for name in names if f"{prefix}{name}" not in unread]

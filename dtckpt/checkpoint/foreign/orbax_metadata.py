@@ -7,7 +7,7 @@
     _strings.json          {name: text}
     _sharding              {base64 of a name: JSON text of the sharding}
 
-The name of an array is the keys of its path, joined by dots. A name does not tell the keys, as these may have dots, too.
+The name of an array is the keys of its path, joined by dots. As keys may have dots, too, a name does not tell the keys.
 
 Sources: orbax.checkpoint, _src/metadata/{tree,checkpoint,value,sharding}.py and _src/serialization/type_handlers.py.
 """
@@ -33,8 +33,9 @@ Path = tuple[str | int, ...]
 MAX_LEAVES = 1 << 20
 MAX_MESH_SIZE = 1 << 16
 """Devices of a mesh; the sharding of a larger one is passed over."""
-_SEQUENCE, _DICT = 1, 2
-_EMPTY: dict[str, dict[str, Any]] = {
+SEQUENCE, DICT = 1, 2
+"""The types of keys."""
+EMPTY_TYPES: dict[str, dict[str, Any]] = {
     "Dict": {"dict": []},
     "NamedTuple": {"dict": []},
     "List": {"list": []},
@@ -62,7 +63,7 @@ class OrbaxLeaf:
     @property
     def empty_node(self) -> dict[str, Any]:
         """The node of a leaf without an array: an empty container, or None."""
-        return _EMPTY.get(self.value_type, {"value": None})
+        return EMPTY_TYPES.get(self.value_type, {"value": None})
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,12 +117,12 @@ def _leaf(entry: Mapping[str, Any], where: str) -> OrbaxLeaf:
         key, kind = each["key"], each["key_type"]
         if not isinstance(key, str) or not key.isprintable():
             raise ValueError("a key is no text")
-        if kind not in (_SEQUENCE, _DICT):
+        if kind not in (SEQUENCE, DICT):
             raise CheckpointVersionError(
                 f"{where} has a key of type {kind!r:.80}, expected 1 (sequence) or 2 (dict); upgrade dtckpt"
             )
         keys.append(key)
-        path.append(int(key) if kind == _SEQUENCE else key)
+        path.append(int(key) if kind == SEQUENCE else key)
     value = entry["value_metadata"]
     if not isinstance(value["value_type"], str):
         raise TypeError("the type of a value is no text")

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtckpt.checkpoint.foreign.sstable import read_varint, unmask, varint
+from dtckpt.checkpoint.foreign.sstable import mask, read_varint, unmask, varint
 from dtckpt.checkpoint.reading.pieces import CheckedBytes, Piece, PieceTensor
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
 from dtckpt.format.dtypes import DTYPES
@@ -86,11 +86,11 @@ class BundleEntry:
         crc = single.get(6)
         return cls(numbers[0], shape, *numbers[1:], None if crc is None else unmask(crc), tuple(slices))
 
-    def to_bytes(self, masked_crc: int) -> bytes:
-        """Return the entry, which has no slices, with a masked CRC. The length does not depend on the CRC."""
+    def to_bytes(self) -> bytes:
+        """Return the entry, which has no slices. The length does not depend on the CRC."""
         dims = b"".join(_field(2, _number(1, size)) for size in self.shape)
         numbers = _number(3, self.shard) + _number(4, self.offset) + _number(5, self.nbytes)
-        return _number(1, self.dtype) + _field(2, dims) + numbers + b"\x35" + struct.pack("<I", masked_crc)
+        return _number(1, self.dtype) + _field(2, dims) + numbers + b"\x35" + struct.pack("<I", mask(self.crc or 0))
 
 
 def header_bytes(num_shards: int) -> bytes:

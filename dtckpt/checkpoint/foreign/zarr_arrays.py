@@ -7,15 +7,15 @@ A chunk is a value of a key-value store, and holds a box of the array::
 
     a shard   | inner chunk | inner chunk | ... | per inner chunk: first byte, bytes | CRC-32C |
 
-Sources: the specifications of Zarr v2, and of Zarr v3 and its codec ``sharding_indexed``; TensorStore's drivers ``zarr``
-and ``zarr3`` for the names of dtypes that these lack.
+Sources: the specifications of Zarr v2, and of Zarr v3 and its codec ``sharding_indexed``; TensorStore's drivers
+``zarr`` and ``zarr3`` for the names of dtypes that these lack.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,9 @@ _CRC_NBYTES = 4
 _MISSING = (1 << 64) - 1
 _NAMES3 = {name: name for name, dtype in DTYPES.items() if dtype.name == name}
 """Name of an element type by its name in a document of Zarr v3."""
-_NAMES2 = {DTYPES[name].str: name for name in _NAMES3 if DTYPES[name].kind in "biufc"} | _NAMES3
-"""The same for Zarr v2: numpy's name, or TensorStore's of a type that numpy lacks."""
+ZARR2_DTYPES = {name: DTYPES[name].str if DTYPES[name].kind in "biufc" else name for name in _NAMES3}
+"""By name of an element type, its name in a document of Zarr v2: numpy's, or TensorStore's if numpy lacks it."""
+_NAMES2 = {text: name for name, text in ZARR2_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,12 @@ class ZarrArray:
     def key(self, index: Sequence[int]) -> str:
         """Return the key of a chunk."""
         return f"{self.path}/{self.separator.join((*self.key_parts, *map(str, index))) or '0'}"
+
+    def plain_places(self) -> Iterator[tuple[Region, str, int]]:
+        """Yield the box, the key and the first byte of each chunk of an array without compression."""
+        if self.codec == NO_CODEC and self.inner is None:
+            for index in map(self.grid.index, range(self.grid.num_chunks)):
+                yield self.grid.region(index), self.key(index), 0
 
     @property
     def chunk_nbytes(self) -> int:
@@ -160,6 +167,21 @@ def parse_zarr2(path: str, data: bytes, *, is_filled: bool) -> ZarrArray:
     grid = _grid(path, document.get("shape"), document.get("chunks"))
     filled = is_filled and _is_zero(path, document.get("fill_value"))
     return ZarrArray(path, grid, _dtype(path, dtype, _NAMES2), codec, None, (), separator, filled)
+
+
+def document_of(array: ZarrArray) -> dict[str, Any]:
+    """Return the ``.zarray`` of an array without compression."""
+    return {
+        "zarr_format": 2,
+        "shape": list(array.grid.shape),
+        "chunks": list(array.grid.chunk_shape),
+        "dtype": ZARR2_DTYPES[array.dtype],
+        "order": "C",
+        "compressor": None,
+        "filters": None,
+        "fill_value": None,
+        "dimension_separator": array.separator,
+    }
 
 
 def parse_zarr3(path: str, data: bytes, *, is_filled: bool) -> ZarrArray:
