@@ -91,8 +91,7 @@ def plan_folder(export: Export, max_file_nbytes: int) -> list[FilePlan]:
 
     def index(checksums: Mapping[FileSlot, int]) -> bytes:
         entries = [
-            (name, _entry(shard, place, checksums).to_bytes())
-            for name, (shard, place) in sorted(places.items())
+            (name, _entry(shard, place, checksums).to_bytes()) for name, (shard, place) in sorted(places.items())
         ]
         return table_bytes([(b"", header_bytes(len(shards))), *entries])
 

@@ -161,7 +161,9 @@ def validate_files(
         raise _error("the plain values in them are others")
 
 
-def _is_at(index: PieceIndex | ChunkIndex, files: LocalFolder, export: Export, tensor: ExportedTensor, places: _Places) -> bool:
+def _is_at(
+    index: PieceIndex | ChunkIndex, files: LocalFolder, export: Export, tensor: ExportedTensor, places: _Places
+) -> bool:
     """Whether the reader finds a tensor in C order at these places, or the array that a pickle holds."""
     found = index.tensors[tensor.name]
     if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
