@@ -87,7 +87,7 @@ def plan_folder(export: Export, max_file_nbytes: int) -> list[FilePlan]:
     tree = {"tree_metadata": entries, "use_ocdbt": False, "use_zarr3": False, "custom_metadata": None}
     checkpoint: dict[str, Any] = {"item_handlers": _HANDLER, "metrics": {}, "performance_metrics": {}}
     checkpoint |= {"init_timestamp_nsecs": None, "commit_timestamp_nsecs": None, "custom_metadata": {}}
-    documents = {
+    documents: dict[str, Mapping[str, Any]] = {
         TREE_METADATA: tree | {"store_array_data_equal_to_fill_value": True},
         **({STRINGS: strings} if strings else {}),
         CHECKPOINT_METADATA: checkpoint,
@@ -120,8 +120,8 @@ def _value(kind: str, content: Any, name: str) -> tuple[str, Any]:
     if type(value) in (bool, int, float) and not (type(value) is int and not -_INT64 <= value < _INT64):
         return "scalar", value
     raise TreeError(
-        f"Orbax keeps numbers of 64 bits, strings and None only; got {type(value).__name__} at {name[:200]!r}; leave it "
-        "out by select"
+        f"Orbax keeps numbers of 64 bits, strings and None only; got {type(value).__name__} at {name[:200]!r}; leave "
+        "it out by select"
     )
 
 

@@ -68,10 +68,10 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
     is_alone = len(names) == len(indexes) == 1
     stem = (indexes[0].removesuffix(SUFFIX)) if is_alone else _newest(folder, names)
     where = f"{folder}/{stem}{SUFFIX}"
-    bundle = Bundle.parse(read_table(folder.read_whole(f"{stem}{SUFFIX}", MAX_INDEX_NBYTES), where), where)
-    reader = _Reader(folder, bundle, stem)
+    bundle = Bundle.parse(read_table(folder.read_whole(f"{stem}{SUFFIX}", MAX_INDEX_NBYTES), where), stem, where)
+    reader = _Reader(folder, bundle)
     reader.read()
-    files = {f"{stem}{SUFFIX}", *(bundle.file(stem, shard) for shard in range(bundle.num_shards))}
+    files = {f"{stem}{SUFFIX}", *(bundle.file(shard) for shard in range(bundle.num_shards))}
     unread = () if is_alone else sorted(set(names) - files - {STATE_FILE})
     kept = files | ({STATE_FILE} & set(names))
     return PieceIndex(
@@ -104,10 +104,9 @@ class _Reader:
         refused: Why some cannot be read, by name.
     """
 
-    def __init__(self, folder: Folder, bundle: Bundle, stem: str) -> None:
+    def __init__(self, folder: Folder, bundle: Bundle) -> None:
         self._folder = folder
         self._bundle = bundle
-        self._stem = stem
         self._left = MAX_STRINGS_NBYTES
         self.nodes: dict[tuple[str | int, ...], trees.Node] = {}
         self.tensors: dict[str, PieceTensor] = {}
@@ -136,7 +135,7 @@ class _Reader:
                 if entry.dtype == STRING:
                     self.nodes[path] = self._strings(entry, full)
                 else:
-                    self.tensors[full] = self._bundle.tensor(key, full, self._stem)
+                    self.tensors[full] = self._bundle.tensor(key, full)
                     self.nodes[path] = {"tensor": full}
             except DtckptError as error:
                 self.refused[full] = error
@@ -152,7 +151,7 @@ class _Reader:
                 f"the strings {name[:200]!r} are not read: they are in slices, or all have more than "
                 f"{MAX_STRINGS_NBYTES} bytes"
             )
-        file = self._bundle.file(self._stem, entry.shard)
+        file = self._bundle.file(entry.shard)
         try:
             data = self._folder.read(file, entry.offset, entry.offset + entry.nbytes)
             strings = parse_strings(data, count, entry.crc, crc32c)

@@ -121,6 +121,9 @@ def _leaf(entry: Mapping[str, Any], where: str) -> OrbaxLeaf:
             raise CheckpointVersionError(
                 f"{where} has a key of type {kind!r:.80}, expected 1 (sequence) or 2 (dict); upgrade dtckpt"
             )
+        # Positions that are no more than the leaves also keep a dict of them fast, whatever an attacker chooses.
+        if kind == SEQUENCE and not (key.isascii() and key.isdigit() and int(key[:8]) < MAX_LEAVES):
+            raise ValueError("a position of a list is none")
         keys.append(key)
         path.append(int(key) if kind == SEQUENCE else key)
     value = entry["value_metadata"]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from awscrt.checksums import crc32c
 
@@ -98,7 +99,7 @@ def read_table(data: bytes, where: str) -> list[tuple[bytes, bytes]]:
             entries += _entries(_block(data, first, nbytes, where))
     except (IndexError, ValueError, struct.error) as error:
         raise CheckpointCorruptError(f"{where} is damaged: {error}; restore another checkpoint") from None
-    if any(one[0] >= other[0] for one, other in zip(entries, entries[1:], strict=False)):
+    if any(one[0] >= other[0] for one, other in pairwise(entries)):
         raise CheckpointCorruptError(f"{where} is damaged: its keys are not sorted; restore another checkpoint")
     return entries
 

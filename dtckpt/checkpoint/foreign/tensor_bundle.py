@@ -32,14 +32,29 @@ OBJECT_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 VALUE_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
 SLOT = ".OPTIMIZER_SLOT"
 STRING = 7
-_DTYPE_NUMBERS = {
-    **{"float32": 1, "float64": 2, "int32": 3, "uint8": 4, "int16": 5, "int8": 6, "complex64": 8, "int64": 9},
-    **{"bool": 10, "bfloat16": 14, "uint16": 17, "complex128": 18, "float16": 19, "uint32": 22, "uint64": 23},
-    **{"float8_e5m2": 24, "float8_e4m3fn": 25, "float8_e4m3fnuz": 26, "float8_e5m2fnuz": 28},
+DTYPE_NUMBERS: Mapping[str, int] = {
+    "float32": 1,
+    "float64": 2,
+    "int32": 3,
+    "uint8": 4,
+    "int16": 5,
+    "int8": 6,
+    "complex64": 8,
+    "int64": 9,
+    "bool": 10,
+    "bfloat16": 14,
+    "uint16": 17,
+    "complex128": 18,
+    "float16": 19,
+    "uint32": 22,
+    "uint64": 23,
+    "float8_e5m2": 24,
+    "float8_e4m3fn": 25,
+    "float8_e4m3fnuz": 26,
+    "float8_e5m2fnuz": 28,
 }
-DTYPE_NUMBERS: Mapping[str, int] = _DTYPE_NUMBERS
 """Number of an element type in TensorFlow (``DataType``), by its name."""
-_DTYPES = {number: name for name, number in _DTYPE_NUMBERS.items()}
+_DTYPES = {number: name for name, number in DTYPE_NUMBERS.items()}
 _MAX_SHARDS = 1 << 17
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FULL = -1
@@ -80,11 +95,11 @@ class BundleEntry:
         shape = tuple(
             _int64(dict(_fields(_data(dim))).get(1, 0)) for each, dim in _fields(_data(single.get(2, b""))) if each == 2
         )
-        numbers = [single.get(number, 0) for number in (1, 3, 4, 5)]
-        if not all(type(number) is int for number in numbers):
-            raise ValueError("an entry has a number that is none")
+        dtype, shard, offset, nbytes = (single.get(number, 0) for number in (1, 3, 4, 5))
         crc = single.get(6)
-        return cls(numbers[0], shape, *numbers[1:], None if crc is None else unmask(crc), tuple(slices))
+        if not all(type(number) is int for number in (dtype, shard, offset, nbytes, crc or 0)):
+            raise ValueError("an entry has a number that is none")
+        return cls(dtype, shape, shard, offset, nbytes, None if crc is None else unmask(crc), tuple(slices))
 
     def to_bytes(self) -> bytes:
         """Return the entry, which has no slices. The length does not depend on the CRC."""
@@ -176,15 +191,17 @@ class Bundle:
     Args:
         num_shards: The number of its data files.
         entries: By key, its entries.
+        stem: The name of the checkpoint, without its folder.
         where: The index file, for messages.
     """
 
     num_shards: int
     entries: Mapping[bytes, BundleEntry]
+    stem: str
     where: str
 
     @classmethod
-    def parse(cls, table: Sequence[tuple[bytes, bytes]], where: str) -> Bundle:
+    def parse(cls, table: Sequence[tuple[bytes, bytes]], stem: str, where: str) -> Bundle:
         """Parse the entries of a table.
 
         Raises:
@@ -202,26 +219,25 @@ class Bundle:
             parsed = {key: BundleEntry.parse(value) for key, value in entries.items()}
         except (KeyError, IndexError, ValueError, struct.error) as error:
             raise CheckpointCorruptError(f"{where} is damaged: {error!r:.120}; restore another checkpoint") from None
-        return cls(num_shards, parsed, where)
+        return cls(num_shards, parsed, stem, where)
 
     def names(self) -> list[bytes]:
         """Return the names of all tensors, as they are stored."""
         # A code of a slice begins with a zero.
         return [key for key in self.entries if not key.startswith(b"\0")]
 
-    def file(self, stem: str, shard: int) -> str:
+    def file(self, shard: int) -> str:
         """Return the name of a data file."""
         if not 0 <= shard < self.num_shards:
             raise CheckpointCorruptError(f"{self.where} is damaged: it has no data file {shard} of {self.num_shards}")
-        return f"{stem}.data-{shard:05d}-of-{self.num_shards:05d}"
+        return f"{self.stem}.data-{shard:05d}-of-{self.num_shards:05d}"
 
-    def tensor(self, key: bytes, name: str, stem: str) -> PieceTensor:
+    def tensor(self, key: bytes, name: str) -> PieceTensor:
         """Return a tensor.
 
         Args:
             key: Its name, as it is stored.
             name: Its name in the state tree.
-            stem: Name of the checkpoint, without its folder.
 
         Raises:
             CheckpointCorruptError: Its entries contradict each other.
@@ -236,13 +252,13 @@ class Bundle:
             )
         if not entry.slices:
             region = Region.full(entry.shape)
-            pieces = [self._piece(entry, region, dtype, name, stem)]
+            pieces = [self._piece(entry, region, dtype, name)]
         else:
-            pieces = [self._slice(entry, key, extents, dtype, name, stem) for extents in entry.slices]
+            pieces = [self._slice(entry, key, extents, dtype, name) for extents in entry.slices]
         return PieceTensor(name, entry.shape, dtype, tuple(piece for piece in pieces if piece is not None))
 
     def _slice(
-        self, entry: BundleEntry, key: bytes, extents: Sequence[Extent], dtype: str, name: str, stem: str
+        self, entry: BundleEntry, key: bytes, extents: Sequence[Extent], dtype: str, name: str
     ) -> Piece | None:
         part = self.entries.get(slice_key(key, extents)) if len(extents) == len(entry.shape) else None
         if part is None or part.dtype != entry.dtype:
@@ -258,9 +274,9 @@ class Bundle:
             raise CheckpointCorruptError(
                 f"tensor {name[:200]!r} is damaged: its slice {extents!r:.200} has another shape"
             )
-        return self._piece(part, Region(offset, shape), dtype, name, stem)
+        return self._piece(part, Region(offset, shape), dtype, name)
 
-    def _piece(self, entry: BundleEntry, region: Region, dtype: str, name: str, stem: str) -> Piece | None:
+    def _piece(self, entry: BundleEntry, region: Region, dtype: str, name: str) -> Piece | None:
         nbytes = region.numel * DTYPES[dtype].itemsize
         if entry.nbytes != nbytes:
             raise CheckpointCorruptError(
@@ -270,7 +286,7 @@ class Bundle:
             return None
         crc = entry.crc
         checked = None if crc is None else CheckedBytes(entry.offset, nbytes, crc, is_castagnoli=True)
-        return Piece(region, self.file(stem, entry.shard), entry.offset, checked=checked)
+        return Piece(region, self.file(entry.shard), entry.offset, checked=checked)
 
 
 def path_of(name: str) -> tuple[str, ...] | None:

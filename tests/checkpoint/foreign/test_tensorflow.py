@@ -1,4 +1,4 @@
-"""TensorFlow V2 checkpoints: samples against the digests of what TensorFlow loads, our tables against its bytes, damage."""
+"""TensorFlow V2 checkpoints: samples against the digests of what TensorFlow loads, tables against its bytes, damage."""
 
 import random
 import shutil
@@ -150,7 +150,7 @@ def test_a_changed_byte_is_found_by_verify(slices):
 
 def test_a_missing_data_file(slices):
     slices.with_name("merged.data-00001-of-00002").unlink()
-    with pytest.raises(errors.CheckpointCorruptError, match="merged.data-00001-of-00002 is missing"):
+    with pytest.raises(errors.CheckpointCorruptError, match=r"merged\.data-00001-of-00002 is missing"):
         dtckpt.open_checkpoint(slices)
 
 
