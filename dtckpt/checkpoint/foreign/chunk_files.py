@@ -283,12 +283,19 @@ class ChunkFiles(CheckpointFiles):
         key = array.key(read.index)
         with translate_errors("read chunk {} of tensor {!r}", self._folder, key, tensor.name, is_read=True):
             data = self._stored(tensor, key)
-            elements = np.zeros(array.grid.chunk_shape, DTYPES[array.dtype])
+            elements = read.only_target
+            is_direct = elements is not None
+            if elements is None:
+                elements = np.empty(array.grid.chunk_shape, DTYPES[array.dtype])
+            if data is None:
+                elements[...] = 0
             for encoded, region, part in () if data is None else array.parts(data):
-                if part is not None:
+                if part is None:
+                    elements[region.slices()] = 0
+                else:
                     decode_part(encoded, part, cut(elements, region.slices()), lambda: self._context)
         box = array.grid.region(read.index)
-        for region, buffer in read.uses:
+        for region, buffer in () if is_direct else read.uses:
             if (wanted := box.intersect(region)) is not None:
                 source = cut(elements, wanted.relative_to(box).slices())
                 convert(source, cut(buffer, wanted.relative_to(region).slices()))
@@ -421,6 +428,17 @@ class _ChunkRead:
     def nbytes(self) -> int:
         """Bytes of the elements, before they are converted."""
         return self.tensor.array.chunk_nbytes
+
+    @property
+    def only_target(self) -> np.ndarray[Any, Any] | None:
+        """The memory for the whole chunk in the only buffer that wants it, if it needs no conversion."""
+        grid = self.tensor.array.grid
+        box = grid.region(self.index)
+        region, buffer = self.uses[0]
+        is_wanted = len(self.uses) == 1 and box.intersect(region) == box and box.shape == grid.chunk_shape
+        if is_wanted and buffer.dtype == DTYPES[self.tensor.dtype]:
+            return cut(buffer, box.relative_to(region).slices())
+        return None
 
 
 def decode_part(encoded: Any, data: bytes, into: np.ndarray[Any, Any], context: Callable[[], Any]) -> None:

@@ -209,6 +209,10 @@ def not_understood(where: Location, error: CheckpointError) -> CheckpointError:
             f"there is no checkpoint at {where}: it is a file of no format that dtckpt reads; {expected}"
         )
     names = LocalFolder(where).names() if isinstance(where, Path) and where.is_dir() else []
+    if steps := [name for name in names if isinstance(where, Path) and orbax_files.is_step(where / name)]:
+        return CheckpointNotFoundError(
+            f"there is no checkpoint at {where}: it holds checkpoints of Orbax, {capped(steps)}; open one of these"
+        )
     # A directory that nothing of ours is in was not left behind by a save.
     if names and not any(map(is_own_segment, names)):
         return CheckpointNotFoundError(f"there is no checkpoint at {where}: it holds {capped(names)}; {expected}")

@@ -16,11 +16,12 @@ Sources: docs of orbax.checkpoint, "Checkpoint format"; _src/path/{format_utils,
 
 from __future__ import annotations
 
+import pathlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtckpt.checkpoint.foreign import orbax_metadata
@@ -66,6 +67,11 @@ def is_file(name: str, head: bytes) -> bool:  # noqa: ARG001  (a checkpoint is a
 def is_folder(names: Collection[str]) -> bool:
     """Whether a directory is such a checkpoint, by the names in it."""
     return CHECKPOINT_METADATA in names or TREE_METADATA in names
+
+
+def is_step(path: pathlib.Path) -> bool:
+    """Whether a path leads to a checkpoint of a ``CheckpointManager``."""
+    return (path / CHECKPOINT_METADATA).is_file()
 
 
 def read_index(folder: Folder, names: Collection[str]) -> ChunkIndex:
@@ -234,12 +240,17 @@ def _read_arrays(reader: ValueReader, where: Folder, tree: OrbaxTree) -> dict[st
     """Read the documents of all arrays; return each array by its name, or why it cannot be read."""
     document, parse = ("zarr.json", parse_zarr3) if tree.is_zarr3 else (".zarray", parse_zarr2)
 
+    # Most documents are alike, as layers are.
+    parsed: dict[bytes, ZarrArray] = {}
+
     def read(leaf: OrbaxLeaf) -> ZarrArray | DtckptError:
         if not is_file_name(leaf.name):
             return CheckpointCorruptError(f"array {leaf.name[:200]!r} has a name that leads out of its folder")
         try:
             data = reader.read(f"{leaf.name}/{document}", MAX_DOCUMENT_NBYTES)
-            return parse(leaf.name, data, is_filled=tree.is_filled)
+            if data not in parsed:
+                parsed[data] = parse(leaf.name, data, is_filled=tree.is_filled)
+            return replace(parsed[data], path=leaf.name)
         except (FileNotFoundError, MalformedError) as error:
             return CheckpointCorruptError(f"array {leaf.name[:200]!r} of {where} has no document: {error}")
         except DtckptError as error:

@@ -257,9 +257,7 @@ class Bundle:
             pieces = [self._slice(entry, key, extents, dtype, name) for extents in entry.slices]
         return PieceTensor(name, entry.shape, dtype, tuple(piece for piece in pieces if piece is not None))
 
-    def _slice(
-        self, entry: BundleEntry, key: bytes, extents: Sequence[Extent], dtype: str, name: str
-    ) -> Piece | None:
+    def _slice(self, entry: BundleEntry, key: bytes, extents: Sequence[Extent], dtype: str, name: str) -> Piece | None:
         part = self.entries.get(slice_key(key, extents)) if len(extents) == len(entry.shape) else None
         if part is None or part.dtype != entry.dtype:
             raise CheckpointCorruptError(

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 
+import fsspec
 import numpy as np
 import pytest
 import tensorstore as ts
@@ -65,6 +66,22 @@ def test_items_of_a_folder():
     assert managed["state"]["opt_state"][0]["count"].item() == 7
     assert dtckpt.restore(ORBAX / "v1_state")["step"] == 10
     assert dtckpt.restore(ORBAX / "v1_checkpointables")["meta"] == {"k": 1}
+
+
+def test_the_folder_of_all_steps():
+    with pytest.raises(errors.CheckpointNotFoundError, match="checkpoints of Orbax, 3; open one of these"):
+        dtckpt.open_checkpoint(ORBAX / "v0_manager")
+
+
+def test_remote():
+    remote = fsspec.filesystem("memory")
+    for file in (ORBAX / "v0_manager" / "3").rglob("*"):
+        if file.is_file():
+            remote.pipe(f"/orbax/{file.relative_to(ORBAX / 'v0_manager')}", file.read_bytes())
+    found, wanted = dtckpt.restore("memory://orbax/3"), dtckpt.restore(ORBAX / "v0_manager" / "3")
+    assert found["extra"] == wanted["extra"]
+    params = found["state"]["params"]["layers_0"]["kernel"]
+    assert torch.equal(params, wanted["state"]["params"]["layers_0"]["kernel"])
 
 
 def test_layouts():
