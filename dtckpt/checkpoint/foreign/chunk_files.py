@@ -367,7 +367,7 @@ class ChunkFiles(CheckpointFiles):
                     )
                     if not isinstance(found, bytes):
                         sizes = shared.setdefault(tensor.store, {})
-                        if found.nbytes is None and array.is_filled and self._is_missing(tensor.store, found.file):
+                        if found.nbytes is None and array.is_filled and self._is_missing(tensor, index):
                             nbytes = 0
                         else:
                             sizes[found.file] = sizes.get(found.file, 0) + nbytes
@@ -381,13 +381,24 @@ class ChunkFiles(CheckpointFiles):
                     raise MalformedError(f"{short} is missing or cut short: expected at least {sizes[short]} bytes")
         return filled, stored
 
-    def _is_missing(self, store: str, name: str) -> bool:
-        return self._root(store).find_short_file({name: 0}) is not None
+    def _is_missing(self, tensor: ChunkTensor, index: Sequence[int]) -> bool:
+        with translate_errors("look for chunks of {!r}", self._folder, tensor.name, is_read=True):
+            try:
+                found = self._index.stores[tensor.store].find(tensor.array.key(index))
+            except FileNotFoundError:
+                return True
+            if isinstance(found, bytes) or found.nbytes is not None:
+                return False
+            return self._root(tensor.store).find_short_file({found.file: 0}) is not None
 
     @override
     def parts(self, name: str) -> Iterator[Region]:
-        grid = self._index.tensors[name].array.grid
-        return (grid.region(grid.index(number)) for number in range(grid.num_chunks))
+        # Chunks of zeros that were not stored need no check.
+        tensor = self._index.tensors[name]
+        grid = tensor.array.grid
+        for index in map(grid.index, range(grid.num_chunks)):
+            if not (tensor.array.is_filled and self._is_missing(tensor, index)):
+                yield grid.region(index)
 
     @override
     def validate_part(self, name: str, region: Region) -> None:

@@ -20,7 +20,7 @@ from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.reading.pieces import PieceIndex
 from dtckpt.errors import CheckpointError, CheckpointNotFoundError, capped
 from dtckpt.format.names import DCP_METADATA_NAME, is_own_segment
-from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.failures import NOT_A_FILE, MalformedError, translate_errors
 from dtckpt.storage.folder import Folder, open_folder
 from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.location import Location, is_remote
@@ -105,7 +105,7 @@ FORMATS: dict[str, ForeignFormat] = {
             kind=bundle_files.KIND,
             title="a checkpoint of TensorFlow, by its prefix",
             suffixes=(bundle_files.SUFFIX,),
-            markers=(bundle_files.STATE_FILE,),
+            markers=(),
             is_file=bundle_files.is_file,
             is_folder=bundle_files.is_folder,
             read_index=bundle_files.read_index,
@@ -158,7 +158,7 @@ def _found(where: Location) -> _Found | None:
             return _as_file(LocalFolder(where.parent), where.name)
         if where.is_dir():
             return _as_folder(LocalFolder(where), LocalFolder(where).names())
-        return _as_prefix(LocalFolder(where.parent), where.name)
+        return _as_prefix(LocalFolder(where.parent), where.name) if where.parent.is_dir() else None
     if has_foreign_name(where) and (file := _as_file(open_folder(where.parent), where.name)) is not None:
         return file
     folder = open_folder(where)
@@ -174,8 +174,14 @@ def _as_folder(folder: Folder, names: Collection[str]) -> _Found | None:
 def _as_prefix(folder: Folder, prefix: str) -> _Found | None:
     for form in FORMATS.values():
         name = f"{prefix}{form.prefix_suffix}"
-        if form.prefix_suffix and _head(folder, name) is not None:
-            return _Found(folder, [name], form)
+        try:
+            if form.prefix_suffix and _head(folder, name) is not None:
+                return _Found(folder, [name], form)
+        except MalformedError:
+            continue  # it is no file
+        except OSError as error:
+            if error.errno not in NOT_A_FILE:
+                raise
     return None
 
 

@@ -29,7 +29,7 @@ from dtckpt.format.grid import ChunkGrid
 from dtckpt.layout.region import Region
 from dtckpt.storage.failures import MalformedError
 
-MAX_CHUNKS = 1 << 22
+MAX_CHUNKS = 1 << 18
 """Bound on the chunks of one array."""
 MAX_INNER_CHUNKS = 1 << 16
 """Bound on the inner chunks of a shard."""
