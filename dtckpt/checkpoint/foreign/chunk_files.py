@@ -484,9 +484,9 @@ def read_scalar(array: ZarrArray, store: ValueReader) -> np.ndarray[Any, Any]:
     """Return the elements of a small array. Blocks: on storage.
 
     Raises:
-        CheckpointCorruptError: It is no scalar.
-        FileNotFoundError: It is missing.
-        ValueError: It is damaged.
+        CheckpointCorruptError: The array is no scalar.
+        FileNotFoundError: The chunk is missing.
+        ValueError: The chunk is damaged.
     """
     if array.grid.shape:
         raise CheckpointCorruptError(f"value {array.path[:200]!r} is damaged: it has shape {array.grid.shape}")

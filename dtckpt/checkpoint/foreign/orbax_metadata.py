@@ -89,8 +89,8 @@ def parse_tree(data: bytes, where: str) -> OrbaxTree:
     """Parse a ``_METADATA``.
 
     Raises:
-        CheckpointCorruptError: It is damaged.
-        CheckpointVersionError: It has a kind of key that is not known.
+        CheckpointCorruptError: The document is damaged.
+        CheckpointVersionError: A key is of a kind that is not known.
     """
     document = parse_object(data, where)
     entries = document.get("tree_metadata")

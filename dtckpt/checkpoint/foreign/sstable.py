@@ -49,7 +49,7 @@ def read_varint(data: bytes, position: int) -> tuple[int, int]:
 
     Raises:
         IndexError: The data ends before.
-        ValueError: It has too many bytes.
+        ValueError: The number has too many bytes.
     """
     number = shift = 0
     for at in range(position, position + _MAX_VARINT_NBYTES):
@@ -76,8 +76,8 @@ def read_table(data: bytes, where: str) -> list[tuple[bytes, bytes]]:
     """Return the keys and values of a table, ascending.
 
     Raises:
-        CheckpointCorruptError: It is damaged.
-        CheckpointVersionError: It is compressed.
+        CheckpointCorruptError: The table is damaged.
+        CheckpointVersionError: The table is compressed.
     """
     if data[-len(MAGIC) :] != MAGIC or len(data) < FOOTER_NBYTES:
         raise CheckpointCorruptError(f"{where} is damaged: it does not end as a table does; restore another checkpoint")

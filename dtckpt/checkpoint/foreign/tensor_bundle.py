@@ -84,7 +84,7 @@ class BundleEntry:
 
     @classmethod
     def parse(cls, data: bytes) -> BundleEntry:
-        """Parse an entry. Raises: ValueError, IndexError or struct.error: It is damaged."""
+        """Parse an entry. Raises: ValueError, IndexError or struct.error: The entry is damaged."""
         single: dict[int, Any] = {}
         slices: list[tuple[Extent, ...]] = []
         for number, value in _fields(data):
@@ -241,7 +241,7 @@ class Bundle:
 
         Raises:
             CheckpointCorruptError: Its entries contradict each other.
-            CheckpointVersionError: It has a dtype that is not known.
+            CheckpointVersionError: The dtype is not known.
         """
         entry = self.entries[key]
         dtype = _DTYPES.get(entry.dtype)

@@ -150,8 +150,8 @@ def parse_zarr2(path: str, data: bytes, *, is_filled: bool) -> ZarrArray:
         is_filled: As for `ZarrArray`.
 
     Raises:
-        CheckpointCorruptError: It is damaged.
-        CheckpointVersionError: It asks for something that this version does not know.
+        CheckpointCorruptError: The document is damaged.
+        CheckpointVersionError: The document asks for something that this version does not know.
     """
     document = _document(path, data)
     compressor = document.get("compressor")
