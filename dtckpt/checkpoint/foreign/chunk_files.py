@@ -8,6 +8,7 @@ Such chunks have no digests, so a read cannot tell a changed byte from the saved
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -37,9 +38,12 @@ from dtckpt.layout.region import Region
 from dtckpt.storage.chunk_reader import ValueReader, decode_chunk
 from dtckpt.storage.failures import MalformedError, translate_errors
 from dtckpt.storage.folder import Folder
+from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.tensorstore_setup import open_context
 
 NUM_THREADS = 8
+MAX_CHUNKS = 1 << 24
+"""Bound on the chunks of all arrays of a checkpoint."""
 MAX_LOOKED_UP = 4096
 """Chunks whose files are looked up together."""
 MAX_COUNTED = 1 << 18
@@ -95,6 +99,11 @@ class ChunkIndex:
     refused: Mapping[str, DtckptError] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        count = sum(tensor.array.grid.num_chunks for tensor in self.tensors.values())
+        if count > MAX_CHUNKS:
+            raise CheckpointCorruptError(f"the checkpoint is damaged: its arrays have {count} chunks together")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,7 +167,7 @@ class ChunkFiles(CheckpointFiles):
         index: The index.
 
     Raises:
-        CheckpointCorruptError: A file is missing or damaged.
+        CheckpointCorruptError: A file is missing or damaged, or the arrays have far more bytes than the files.
         StorageError: Storage refused.
     """
 
@@ -173,7 +182,28 @@ class ChunkFiles(CheckpointFiles):
         self._index = index
         self.tensors = TensorInfos(index.tensors, self._describe)
         with translate_errors("look for the chunks of the checkpoint", folder, is_read=True):
+            self._validate_claims()
             self.identity = f"{bytes_digest(repr(self._facts()).encode('utf-8', 'surrogatepass')):016x}"
+
+    def _validate_claims(self) -> None:
+        """Look for all chunks if the files alone do not show that the shapes of the arrays can be true.
+
+        Raises:
+            MalformedError: Chunks are missing, or far more bytes than are stored would be zeros.
+        """
+        claimed = sum(each.array.grid.num_chunks * each.array.chunk_nbytes for each in self._index.tensors.values())
+        if is_expanded_too_far(claimed, _files_nbytes(self._folder)):
+            self._validate_filled(*self._look_up(self._all_chunks()))
+
+    def _all_chunks(self) -> Iterator[tuple[ChunkTensor, Sequence[int]]]:
+        for tensor in self._index.tensors.values():
+            for index in map(tensor.array.grid.index, range(tensor.array.grid.num_chunks)):
+                yield tensor, index
+
+    def _validate_filled(self, filled: int, stored: int) -> None:
+        # Else a small file could ask for any amount of memory.
+        if is_expanded_too_far(filled, stored):
+            raise MalformedError(f"chunks of {filled} bytes are missing, and may not all be zeros")
 
     def _facts(self) -> tuple[object, ...]:
         """Return the facts of the index, and of some chunks: a model that was trained on has others."""
@@ -329,19 +359,12 @@ class ChunkFiles(CheckpointFiles):
                 return
             chunks = ((tensor, index) for tensor, region in wanted for index in tensor.array.grid.meeting(region))
             filled, stored = self._look_up(chunks)
-            # Else a small file could ask for any amount of memory.
-            if is_expanded_too_far(filled, stored) and is_expanded_too_far(filled, self._stored_nbytes):
-                raise MalformedError(f"chunks of {filled} bytes are missing, and may not all be zeros")
+            self._validate_filled(filled, self._stored_nbytes if is_expanded_too_far(filled, stored) else stored)
 
     @cached_property
     def _stored_nbytes(self) -> int:
         """Bytes of the stored chunks of all tensors, as far as `MAX_COUNTED` chunks tell."""
-        chunks = (
-            (tensor, tensor.array.grid.index(number))
-            for tensor in self._index.tensors.values()
-            for number in range(tensor.array.grid.num_chunks)
-        )
-        return self._look_up(islice(chunks, MAX_COUNTED))[1]
+        return self._look_up(islice(self._all_chunks(), MAX_COUNTED))[1]
 
     def _look_up(self, chunks: Iterable[tuple[ChunkTensor, Sequence[int]]]) -> tuple[int, int]:
         """Look for chunks; return the bytes of the elements of those that are missing, and the bytes of the others.
@@ -470,6 +493,14 @@ def decode_part(encoded: Any, data: bytes, into: np.ndarray[Any, Any], context: 
     if len(data) != into.nbytes:
         raise MalformedError(f"a chunk has {len(data)} bytes, expected {into.nbytes}")
     into[...] = np.frombuffer(data, into.dtype).reshape(into.shape)
+
+
+def _files_nbytes(folder: Folder) -> int:
+    """Return the bytes of all files of a local folder, without links; 0 for other storage."""
+    if not isinstance(folder, LocalFolder):
+        return 0
+    found = (os.path.join(path, name) for path, _, names in os.walk(folder.path) for name in names)
+    return sum(os.lstat(file).st_size for file in found)
 
 
 def _validate_inside(tensor: ChunkTensor, region: Region) -> None:
