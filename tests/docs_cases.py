@@ -199,6 +199,24 @@ def convert(names: Names) -> Iterator[None]:
     names |= {"model_state": model, "optimizer_state": optimizer}
     yield
     assert [*names["weights"]] == ["norm.weight"]
+    samples = Path(__file__).parent / "checkpoint" / "foreign" / "samples"
+    if dist.get_rank() == 0:
+        shutil.copytree(samples / "orbax" / "v0_manager", "run", dirs_exist_ok=True)
+        for file in (samples / "tensorflow" / "dtensor_2x2_obj").iterdir():
+            shutil.copyfile(file, Path("run", file.name.replace("ck-1", "ckpt-7")))
+        for file in (samples / "tensorflow" / "dtensor_2x2").iterdir():
+            shutil.copyfile(file, Path("run", file.name))
+    dist.barrier()
+    yield
+    assert names["state"]["params"]["layers_0"]["kernel"].layout.sharding_specs == ["unsharded", "tp"]
+    assert names["items"].keys() == {"state", "extra"}
+    mesh = names["mesh"]
+    weight = dtckpt.DVariable(torch.zeros(6, 4), dtckpt.Layout(["dp", "tp"], mesh))
+    bias = dtckpt.DVariable(torch.zeros(4), dtckpt.Layout(["tp"], mesh))
+    names |= {"model": {"w": weight, "b": bias}, "templates": {"w": weight}}
+    yield
+    names["status"].assert_consumed()
+    assert torch.equal(names["tensors"]["w"].full_tensor(), names["names"]["model"]["w"])
 
 
 def dcp(names: Names) -> Iterator[None]:

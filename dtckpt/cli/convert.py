@@ -97,8 +97,8 @@ def command(
     """Write checkpoint SRC anew as DST, in another format.
 
     SRC is a checkpoint of dtckpt, a file or directory of safetensors, a directory of torch.distributed.checkpoint
-    (dcp), or a file of torch.save (torch). Digests of every tensor's content prove that it stayed as it was. DST
-    appears whole or not at all.
+    (dcp), or a file of torch.save (torch). SRC may also be a directory of Orbax, or the prefix of a checkpoint of
+    TensorFlow. Digests of every tensor's content prove that it stayed as it was. DST appears whole or not at all.
     """
     from dtckpt.checkpoint.converting.convert import convert
     from dtckpt.checkpoint.options import SaveOptions

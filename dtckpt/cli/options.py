@@ -19,7 +19,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 KVSTORES = ("ocdbt", "zarr")
 """A copy of the names in `dtckpt.format.manifest`, which is slow to import."""
-TARGETS = ("dtckpt", "zarr", "safetensors", "dcp", "torch")
+TARGETS = ("dtckpt", "zarr", "safetensors", "dcp", "torch", "orbax", "tensorflow")
 """A copy of the names in `dtckpt.checkpoint.converting.targets`, which is slow to import."""
 LOCATION = click.Path()
 """A path or URL; a shell completes paths."""

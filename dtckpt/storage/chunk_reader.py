@@ -128,6 +128,39 @@ def content(read: Any, nbytes: int) -> bytes:
     return data
 
 
+class ValueReader:
+    """Finds and reads values by key, of files or of a database. Thread-safe.
+
+    Args:
+        root: The folder that the files are in, or the database.
+        has_database: Whether it is an OCDBT database.
+    """
+
+    def __init__(self, root: Folder, *, has_database: bool) -> None:
+        self._root = root
+        self._database = OcdbtDatabase(root) if has_database else None
+
+    @property
+    def has_database(self) -> bool:
+        """Whether several values may share a file."""
+        return self._database is not None
+
+    def find(self, key: str) -> FileRange | bytes:
+        """Return where the value of a key is stored, or the value itself. Raises: as `OcdbtDatabase.find`."""
+        return FileRange(key) if self._database is None else self._database.find(key)
+
+    def read(self, key: str, most: int) -> bytes:
+        """Return a value of at most ``most`` bytes. Blocks: on storage. Raises: as `Folder.read_whole`."""
+        stored = self.find(key)
+        if isinstance(stored, bytes):
+            return stored
+        if stored.nbytes is None:
+            return self._root.read_whole(stored.file, most)
+        if stored.nbytes > most:
+            raise MalformedError(f"{key} is too long: it has {stored.nbytes} bytes, expected at most {most}")
+        return self._root.read(stored.file, stored.start, stored.start + stored.nbytes)
+
+
 class ChunkReader:
     """Reads chunks of a committed checkpoint.
 
@@ -143,13 +176,9 @@ class ChunkReader:
         self._where = root
         if root.kvstore() is not None:
             fork_guard.claim_process()
-        self._database = OcdbtDatabase(root) if kind == "ocdbt" else None
+        self._values = ValueReader(root, has_database=kind == "ocdbt")
         self._local_path = root.path if by_file and isinstance(root, LocalFolder) else None
         self._ranges = RangeReader(root)
-
-    def _find(self, key: str) -> FileRange | bytes:
-        """Return where the value of a key is stored, or the value itself. Raises: as `OcdbtDatabase.find`."""
-        return FileRange(key) if self._database is None else self._database.find(key)
 
     @cached_property
     def _context(self) -> Any:
@@ -182,7 +211,7 @@ class ChunkReader:
             CheckpointCorruptError: The database that holds them is damaged.
             StorageError: Storage refused.
         """
-        if not chunks or self._local_path is None or self._database is None:
+        if not chunks or self._local_path is None or not self._values.has_database:
             return [None] * len(chunks)
         (first, _) = chunks[0]
         with translate_errors("find {} chunks, of array {!r} first", self._where, len(chunks), first, is_read=True):
@@ -194,7 +223,7 @@ class ChunkReader:
         None for each chunk that is missing, a separate file, or in a node of the database. Arguments and errors as for
         `locate_small`.
         """
-        if not chunks or self._local_path is not None or self._database is None:
+        if not chunks or self._local_path is not None or not self._values.has_database:
             return [None] * len(chunks)
         (first, _) = chunks[0]
         with translate_errors("find {} chunks, of array {!r} first", self._where, len(chunks), first, is_read=True):
@@ -202,7 +231,7 @@ class ChunkReader:
 
     def _find_in_file(self, key: str) -> FileRange | None:
         try:
-            stored = self._find(key)
+            stored = self._values.find(key)
         except FileNotFoundError:
             return None
         return stored if isinstance(stored, FileRange) and stored.nbytes is not None else None
@@ -218,7 +247,7 @@ class ChunkReader:
             MalformedError: There is no such key.
         """
         try:
-            stored = self._find(key)
+            stored = self._values.find(key)
         except FileNotFoundError:
             raise MalformedError(f"{key} is missing") from None
         if isinstance(stored, bytes):
@@ -272,7 +301,7 @@ class ChunkReader:
 
     def _start_read(self, key: str, start: int, stop: int) -> Any:
         try:
-            stored = self._find(key)
+            stored = self._values.find(key)
         except FileNotFoundError:
             # Too few bytes: `content` raises when the read is finished, as for every other damaged chunk.
             return _ReadyValue(b"")
@@ -283,17 +312,6 @@ class ChunkReader:
             return _ReadyValue(b"")
         return self._ranges.start(stored.file, stored.start + start, stored.start + stop)
 
-    def _read_value(self, key: str, most: int) -> bytes:
-        """Return a value of at most ``most`` bytes. Blocks: on storage. Raises: as `Folder.read_whole`."""
-        stored = self._find(key)
-        if isinstance(stored, bytes):
-            return stored
-        if stored.nbytes is None:
-            return self._where.read_whole(stored.file, most)
-        if stored.nbytes > most:
-            raise MalformedError(f"{key} is too long: it has {stored.nbytes} bytes, expected at most {most}")
-        return self._where.read(stored.file, stored.start, stored.start + stored.nbytes)
-
     def _decode(self, array: StoredArray, key: str, region: Region, into: np.ndarray[Any, Any]) -> None:
         """Read and decode a whole compressed chunk. Blocks: on storage.
 
@@ -303,19 +321,10 @@ class ChunkReader:
         """
         nbytes = chunk_nbytes(array)
         try:
-            data = self._read_value(key, chunk_bounds(array.codec, nbytes)[1])
+            data = self._values.read(key, chunk_bounds(array.codec, nbytes)[1])
         except FileNotFoundError:
             raise MalformedError("the chunk is missing") from None
-        # The bound above is on the bytes that are read, and this bound is on the decoded bytes.
-        validate_encoded(array.codec, data, nbytes)
-        # Decoded from memory: TensorStore never opens a file of an untrusted checkpoint.
-        # A new context: stores in memory are shared within a context, and other threads decode other chunks.
-        ts = tensorstore()
-        store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
-        store[key] = data
-        opened = open_array(store, array, self._context)
-        source = opened[region.slices()].translate_to[(0,) * region.ndim] if region.ndim else opened
-        ts.array(into, context=self._context).write(source).result()
+        decode_chunk(array, data, region, into, self._context)
 
     def find_missing_chunk(self, chunks: Iterable[tuple[StoredArray, Sequence[int]]]) -> str | None:
         """Return the key of a chunk that is missing or has a wrong size, or the name of a file that is too short.
@@ -336,7 +345,7 @@ class ChunkReader:
                 key = key_of(array.path, index)
                 least, most = chunk_bounds(array.codec, chunk_nbytes(array))
                 try:
-                    stored = self._find(key)
+                    stored = self._values.find(key)
                 except FileNotFoundError:
                     return key
                 if isinstance(stored, bytes):
@@ -372,7 +381,7 @@ class ChunkReader:
 
     def _document(self, key: str) -> bytes:
         try:
-            return self._read_value(key, MAX_DOCUMENT_NBYTES)
+            return self._values.read(key, MAX_DOCUMENT_NBYTES)
         except FileNotFoundError:
             return b""
 
@@ -416,6 +425,31 @@ def file_runs(ranges: Sequence[FileRange]) -> Iterator[FileRun]:
         stop = max(stop, end)
     if run:
         yield FileRun(ranges[run[0]].file, start, stop, run)
+
+
+def decode_chunk(array: StoredArray, data: bytes, region: Region, into: np.ndarray[Any, Any], context: Any) -> None:
+    """Decode a whole compressed chunk.
+
+    Args:
+        array: The array.
+        data: The stored bytes.
+        region: The chunk's box.
+        into: The memory for its elements, of the region's shape; contiguous or not.
+        context: A TensorStore context.
+
+    Raises:
+        ValueError: The stored bytes do not decode to the chunk's bytes.
+    """
+    # The caller bounds the bytes that are read, and this bound is on the decoded bytes.
+    validate_encoded(array.codec, data, chunk_nbytes(array))
+    # Decoded from memory: TensorStore never opens a file of an untrusted checkpoint.
+    # A new context: stores in memory are shared within a context, and other threads decode other chunks.
+    ts = tensorstore()
+    store = ts.KvStore.open({"driver": "memory"}, context=ts.Context()).result()
+    store[chunk_key(array.path, array.grid, region)] = data
+    opened = open_array(store, array, context)
+    source = opened[region.slices()].translate_to[(0,) * region.ndim] if region.ndim else opened
+    ts.array(into, context=context).write(source).result()
 
 
 def chunk_nbytes(array: StoredArray) -> int:

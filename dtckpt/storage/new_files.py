@@ -21,13 +21,13 @@ from dtckpt.storage.local_folder import EXCHANGE, NO_REPLACE, UNSUPPORTED, Local
 
 
 def check_new(
-    target: Path, is_own: Callable[[str], bool], *, is_file: bool, overwrite: bool, advice: str = "overwrite=True"
+    target: Path, is_own: Callable[[Path], bool], *, is_file: bool, overwrite: bool, advice: str = "overwrite=True"
 ) -> None:
     """Check that new files may be put at a path.
 
     Args:
         target: The path.
-        is_own: Whether a file of a directory, by its name, is one of those that may be replaced.
+        is_own: Whether an entry of a directory is one of those that may be replaced.
         is_file: Whether the path will be a file, not a directory.
         overwrite: Whether a checkpoint there may be replaced.
         advice: How the caller's user says so.
@@ -38,7 +38,7 @@ def check_new(
     with translate_errors("look at the target", target):
         if not target.exists() or (target.is_dir() and not any(target.iterdir()) and not is_file):
             return
-        others = [] if target.is_file() else sorted(each.name for each in target.iterdir() if not is_own(each.name))
+        others = [] if target.is_file() else sorted(each.name for each in target.iterdir() if not is_own(each))
         if target.is_file() != is_file or (others and not is_committed(target)):
             holds = f": it holds {capped(others)}" if others else ""
             raise CheckpointExistsError(

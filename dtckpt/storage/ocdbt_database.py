@@ -25,8 +25,8 @@ from dtckpt.storage.folder import Folder
 from dtckpt.storage.tensorstore_setup import open_context, tensorstore
 from dtckpt.storage.zarr_tensorstore import DATABASE_NAME
 
-MAX_NODE_NBYTES = 64 << 20
-"""Bytes of a node, decoded; TensorStore writes nodes of 8 MiB."""
+MAX_NODE_NBYTES = 96 << 20
+"""Bytes of a node, decoded; TensorStore writes nodes of 8 MiB, and Orbax asks it for nodes of up to 100 MB."""
 MAX_HEIGHT = 16
 """Levels of the tree."""
 MAX_CACHED_KEYS = 1 << 19

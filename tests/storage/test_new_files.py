@@ -57,7 +57,7 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path):
     target = tmp_path / "file"
 
     def check():
-        check_new(target, lambda name: name == "own", is_file=True, overwrite=False)
+        check_new(target, lambda path: path.name == "own", is_file=True, overwrite=False)
 
     def put_late():
         with new_files(target, check, is_file=True) as folder:
@@ -75,7 +75,7 @@ def test_what_appears_meanwhile_is_not_replaced(tmp_path):
 def test_what_may_be_replaced(tmp_path):
     def allows(target, *, is_file, overwrite=True):
         try:
-            check_new(target, lambda name: name.startswith("own"), is_file=is_file, overwrite=overwrite)
+            check_new(target, lambda path: path.name.startswith("own"), is_file=is_file, overwrite=overwrite)
         except CheckpointExistsError:
             return False
         return True

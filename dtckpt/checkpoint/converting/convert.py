@@ -78,9 +78,10 @@ def convert(
     Args:
         src: Path or URL of the source.
         dst: Path of the target; for ``dtckpt`` and ``zarr`` a URL will do, too.
-        to: Format of the target: ``safetensors``, ``dcp`` (a directory of ``torch.distributed.checkpoint``), ``torch``
-            (a file of ``torch.save``), ``dtckpt``, or ``zarr`` (dtckpt's format as plain Zarr v3 arrays). Default: the
-            format of the suffix of ``dst``, or else ``dtckpt``.
+        to: Format of the target. Of this library: ``dtckpt``, or ``zarr`` (dtckpt's format as plain Zarr v3 arrays). Of
+            others: ``safetensors``, ``dcp`` (a directory of ``torch.distributed.checkpoint``), ``torch`` (a file of
+            ``torch.save``), ``orbax``, or ``tensorflow`` (a directory with a V2 checkpoint). Default: the format of the
+            suffix of ``dst``, or else ``dtckpt``.
         select: Globs over names of tensors and paths of values: only these are written. Default: everything.
         rename: New names of the selected tensors and values, as for `dtckpt.RestoreOptions`.
         dtype: New dtype of the floating-point tensors; rounded to nearest even.

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from dtckpt.checkpoint.converting.export import ExportedTensor
 from dtckpt.layout.region import Region
@@ -50,7 +51,7 @@ class FileDigests:
 
     Args:
         contents: By tensor name, its content digest; once all its boxes are written.
-        checksums: By slot, its CRC-32, in files that ask for them.
+        checksums: By slot, its checksum, in files that ask for them.
     """
 
     contents: Mapping[str, int]
@@ -70,14 +71,14 @@ class FilePlan:
         nbytes: Its bytes.
         slots: Its slots, ascending; they do not overlap.
         frame: See `Frame`.
-        has_checksums: Whether the frame needs checksums.
+        checksum: The checksum that the frame needs of each slot, as `awscrt.checksums.crc32`; None: none.
     """
 
     name: str
     nbytes: int
     slots: Sequence[FileSlot] = ()
     frame: Frame = field(default=lambda _: (), compare=False)
-    has_checksums: bool = False
+    checksum: Callable[[Any, int], int] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ each tensor at its slots, with the same shape and dtype, and the same values at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from dtckpt.checkpoint.converting.export import Export, ExportedTensor
 from dtckpt.checkpoint.converting.file_plan import FilePlan
 from dtckpt.checkpoint.converting.targets import FileTarget
 from dtckpt.checkpoint.converting.write_files import FileBudget, FileWriter
+from dtckpt.checkpoint.foreign.chunk_files import ChunkIndex, ChunkTensor
 from dtckpt.checkpoint.foreign.formats import FORMATS
 from dtckpt.checkpoint.foreign.torch_files import PieceLocator
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
@@ -103,7 +104,7 @@ class FilesConversion:
 
     def validate(self, folder: Path) -> None:
         """Check that the files in a folder hold the converted tensors and values. Raises: `CheckpointCorruptError`."""
-        validate_files(self._target.kind, folder, self.plans, self._export)
+        validate_files(self._target.kind, folder, self.plans, self._export, self._target.read_back)
 
     def digest(self, identity: str) -> int:
         """Return a digest of the planned files, by which clients that write them together check that they agree.
@@ -120,7 +121,13 @@ class FilesConversion:
 _Places = set[tuple[Region, str, int]]
 
 
-def validate_files(kind: str, folder: Path, plans: Sequence[FilePlan], export: Export) -> None:
+def validate_files(
+    kind: str,
+    folder: Path,
+    plans: Sequence[FilePlan],
+    export: Export,
+    read_back: Callable[[trees.Node], trees.Node] = lambda tree: tree,
+) -> None:
     """Check that new files hold the exported tensors and values. Blocks: on storage.
 
     Args:
@@ -128,14 +135,16 @@ def validate_files(kind: str, folder: Path, plans: Sequence[FilePlan], export: E
         folder: Their folder.
         plans: The files.
         export: The exported tensors and values.
+        read_back: As in `dtckpt.checkpoint.converting.targets.FileTarget`.
 
     Raises:
         CheckpointCorruptError: The files hold something else.
     """
     files = LocalFolder(folder)
+    structure = read_back(export.structure)
     with translate_errors("read the new files back", folder, is_read=True):
         index = FORMATS[kind].read_index(files, [plan.name for plan in plans])
-        if index.refused or index.tensors.keys() != {tensor.name for tensor in export.tensors}:
+        if index.refused or index.tensors.keys() != set(trees.tensor_names(structure)):
             raise _error("the tensors in them are others")
         slots: dict[str, _Places] = {}
         for plan in plans:
@@ -148,15 +157,19 @@ def validate_files(kind: str, folder: Path, plans: Sequence[FilePlan], export: E
                 places = slots.get(tensor.name, set())
                 if not _is_at(index, files, export, tensor, places):
                     raise _error(f"tensor {tensor.name!r} is not where it was written")
-    if dict(trees.value_nodes(index.structure)) != dict(trees.value_nodes(export.structure)):
+    if dict(trees.value_nodes(index.structure)) != dict(trees.value_nodes(structure)):
         raise _error("the plain values in them are others")
 
 
-def _is_at(index: PieceIndex, files: LocalFolder, export: Export, tensor: ExportedTensor, places: _Places) -> bool:
+def _is_at(
+    index: PieceIndex | ChunkIndex, files: LocalFolder, export: Export, tensor: ExportedTensor, places: _Places
+) -> bool:
     """Whether the reader finds a tensor in C order at these places, or the array that a pickle holds."""
     found = index.tensors[tensor.name]
     if (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
         return False
+    if isinstance(found, ChunkTensor):
+        return places == set(found.array.plain_places())
     if found.elements is not None:
         return not places and found.elements.tobytes() == np.ascontiguousarray(export.read_array(tensor.name)).tobytes()
     locator = PieceLocator(files)

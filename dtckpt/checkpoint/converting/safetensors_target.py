@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from dtckpt.checkpoint.converting.export import Export, ExportedTensor
 from dtckpt.checkpoint.converting.file_plan import FileDigests, FilePlan, FileSlot
@@ -21,9 +22,9 @@ STEM = "model"
 INDEX_NAME = f"{STEM}.safetensors.index.json"
 
 
-def is_own(name: str) -> bool:
+def is_own(path: Path) -> bool:
     """Whether a file of a directory is one of a model in safetensors files."""
-    return name.endswith((".safetensors", ".safetensors.index.json"))
+    return path.name.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def plan_folder(export: Export, max_file_nbytes: int) -> list[FilePlan]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from dtckpt.checkpoint.converting import safetensors_target, torch_target
+from dtckpt.checkpoint.converting import bundle_target, orbax_target, safetensors_target, torch_target
 from dtckpt.checkpoint.converting.export import Export
 from dtckpt.checkpoint.converting.file_plan import FilePlan
 from dtckpt.format.manifest import KVSTORES
@@ -29,21 +30,23 @@ class FileTarget:
     Args:
         kind: The format, as in `dtckpt.checkpoint.foreign.formats.FORMATS`.
         suffixes: Ends of a destination's name by which it is one file, and not a directory.
-        is_own: Whether a file of a directory, by its name, belongs to the format. An overwriting conversion may replace
-            such files.
+        is_own: Whether an entry of a directory belongs to the format. An overwriting conversion may replace such
+            entries.
         plan_folder: Plans the files of a directory, given the bound on the bytes of a file; None if the format has
             no directories.
         plan_file: Plans a single file, given its name; None if the format needs a directory.
         dropped: Tells of a state tree, by path, why the format does not keep something.
+        read_back: Returns the state tree that a reader of the files finds for a state tree.
         numbers_parameters: Whether optimizers have numbers in place of the names of their parameters.
     """
 
     kind: str
     suffixes: tuple[str, ...]
-    is_own: Callable[[str], bool]
+    is_own: Callable[[Path], bool]
     plan_folder: Callable[[Export, int], Sequence[FilePlan]] | None
     plan_file: Callable[[Export, str], Sequence[FilePlan]] | None
     dropped: Callable[[Node], Mapping[str, str]] = lambda _: {}
+    read_back: Callable[[Node], Node] = lambda tree: tree
     numbers_parameters: bool = False
 
 
@@ -72,6 +75,22 @@ FILE_TARGETS: dict[str, FileTarget] = {
             plan_folder=None,
             plan_file=torch_target.plan_file,
             numbers_parameters=True,
+        ),
+        FileTarget(
+            kind="orbax",
+            suffixes=(),
+            is_own=orbax_target.is_own,
+            plan_folder=orbax_target.plan_folder,
+            plan_file=None,
+        ),
+        FileTarget(
+            kind="tensorflow",
+            suffixes=(),
+            is_own=bundle_target.is_own,
+            plan_folder=bundle_target.plan_folder,
+            plan_file=None,
+            dropped=bundle_target.dropped,
+            read_back=bundle_target.read_back,
         ),
     )
 }

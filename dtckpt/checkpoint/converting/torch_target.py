@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
+from pathlib import Path
+
+from awscrt.checksums import crc32
 
 from dtckpt.checkpoint.converting.export import Export, ExportedTensor
 from dtckpt.checkpoint.converting.file_plan import FileDigests, FilePlan, FileSlot
@@ -30,9 +33,9 @@ MAX_ARRAYS_NBYTES = 64 << 20
 """Bound on the arrays of numpy that go into pickles: these are in memory as a whole."""
 
 
-def is_own(name: str) -> bool:
+def is_own(path: Path) -> bool:
     """Whether a file of a directory is one of a distributed checkpoint."""
-    return name.endswith((DCP_METADATA_NAME, ".distcp"))
+    return path.name.endswith((DCP_METADATA_NAME, ".distcp"))
 
 
 def plan_file(export: Export, name: str) -> list[FilePlan]:
@@ -114,4 +117,4 @@ def _file_plan(name: str, segments: Iterable[Segment], tensors: Mapping[str, Exp
             elif not isinstance(part, Elements):
                 yield at, part
 
-    return FilePlan(name, nbytes, slots, frame, has_checksums=True)
+    return FilePlan(name, nbytes, slots, frame, checksum=crc32)

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from awscrt.checksums import crc32
 
 from dtckpt.checkpoint.converting.export import ExportedTensor
 from dtckpt.checkpoint.converting.file_plan import Block, FileDigests, FilePlan, FileSlot, Part, c_boxes, plan_blocks
@@ -115,6 +114,9 @@ class FileWriter:
         return self._contents
 
     def _write_file(self, plan: FilePlan, buffers: Sequence[_Bytes], pool: Pool) -> None:
+        *folders, _ = plan.name.split("/")
+        for level in range(1, len(folders) + 1):
+            LocalFolder(self._folder, *folders[:level]).make()
         descriptor = LocalFolder(self._folder).new_file(plan.name)
         try:
             os.ftruncate(descriptor, plan.nbytes)
@@ -172,9 +174,9 @@ class FileWriter:
         _read_at(descriptor, buffer.data, block.offset)
         for part in block.parts:
             self._written.add(part.slot.tensor, part.region, _elements(part, buffer))
-            if plan.has_checksums:
+            if plan.checksum is not None:
                 data = buffer[part.start : part.start + part.nbytes]
-                self._checksums[part.slot] = crc32(data.data, self._checksums.get(part.slot, 0))
+                self._checksums[part.slot] = plan.checksum(data.data, self._checksums.get(part.slot, 0))
         writeback.add(block.offset, block.nbytes)
 
     def _validated(self, tensor: ExportedTensor) -> int:

@@ -116,7 +116,7 @@ def optimizer_fields(value: Any, where: str, budget: ReadBudget) -> OptimizerFie
 
     Raises:
         CheckpointCorruptError: The file is malformed.
-        CheckpointVersionError: It is of an optimizer that this version does not know.
+        CheckpointVersionError: This version does not know the optimizer.
     """
     with _errors_of(where):
         state = named(named(value, budget)["optimizer_state_dict"], budget)

@@ -1,4 +1,4 @@
-"""Which elements of DeepSpeed's flat vectors are which parameter; pure.
+"""Map ranges of DeepSpeed's flat vectors to parameters; pure.
 
 ZeRO 1 and 2 join the parameters of a group, and cut the vector in equal parts. ZeRO 3 cuts every parameter in equal
 parts, the last of them padded, and joins the parts of a process::

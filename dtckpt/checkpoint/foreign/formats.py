@@ -1,31 +1,37 @@
 """The formats of other libraries that are read directly: how each is recognized, and how its index is read.
 
-To add a format: a pure parser in this folder that returns a `PieceIndex`, and an entry in `FORMATS`. All else
-(restores onto any mesh, reads of regions, resharding, conversion) follows from the index.
+To add a format: a pure parser in this folder that returns a `PieceIndex`, or a `ChunkIndex` if elements are compressed,
+and an entry in `FORMATS`. All else (restores onto any mesh, reads of regions, resharding, conversion) follows from the
+index.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from dtckpt.checkpoint.foreign import (
+    bundle_files,
     dcp_files,
     deepspeed_files,
     deepspeed_tree,
     fsdp_files,
     megatron,
+    orbax_files,
     safetensors_files,
     torch_files,
 )
+from dtckpt.checkpoint.foreign.chunk_files import ChunkFiles, ChunkIndex
 from dtckpt.checkpoint.foreign.piece_files import PieceFiles
 from dtckpt.checkpoint.foreign.safetensors_index import validate_alone
+from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.reading.pieces import PieceIndex, is_file_name
 from dtckpt.errors import CheckpointError, CheckpointNotFoundError, capped
 from dtckpt.format.names import DCP_METADATA_NAME, is_own_segment
-from dtckpt.storage.failures import translate_errors
+from dtckpt.storage.failures import NOT_A_FILE, MalformedError, translate_errors
 from dtckpt.storage.folder import Folder, open_folder
 from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.location import Location, is_remote
@@ -50,6 +56,8 @@ class ForeignFormat:
         read_index: Reads the index, given the folder and names of files in it: all names, or the
             single name that the user chose. Raises `CheckpointError`s, and the errors of the methods of `Folder`.
         validate_file: Raises a `CheckpointError` for a file that is only a part of a checkpoint, by its name.
+        prefix_suffix: The end of the name of the file that `read_index` is given, where the path of a checkpoint is the
+            prefix of its files; else empty.
     """
 
     kind: str
@@ -58,8 +66,9 @@ class ForeignFormat:
     markers: tuple[str, ...]
     is_file: Callable[[str, bytes], bool]
     is_folder: Callable[[Collection[str]], bool]
-    read_index: Callable[[Folder, Collection[str]], PieceIndex]
+    read_index: Callable[[Folder, Collection[str]], PieceIndex | ChunkIndex]
     validate_file: Callable[[str], None] = lambda _: None
+    prefix_suffix: str = ""
 
 
 FORMATS: dict[str, ForeignFormat] = {
@@ -112,6 +121,25 @@ FORMATS: dict[str, ForeignFormat] = {
             is_folder=fsdp_files.is_folder,
             read_index=fsdp_files.read_index,
         ),
+        ForeignFormat(
+            kind=orbax_files.KIND,
+            title="a directory of Orbax",
+            suffixes=(),
+            markers=orbax_files.MARKERS,
+            is_file=orbax_files.is_file,
+            is_folder=orbax_files.is_folder,
+            read_index=orbax_files.read_index,
+        ),
+        ForeignFormat(
+            kind=bundle_files.KIND,
+            title="a checkpoint of TensorFlow, by its prefix",
+            suffixes=(bundle_files.SUFFIX,),
+            markers=(),
+            is_file=bundle_files.is_file,
+            is_folder=bundle_files.is_folder,
+            read_index=bundle_files.read_index,
+            prefix_suffix=bundle_files.SUFFIX,
+        ),
     )
 }
 """By kind, in the order in which they are tried."""
@@ -134,7 +162,7 @@ def has_foreign_name(where: Location) -> bool:
     )
 
 
-def open_foreign(where: Location) -> PieceFiles | None:
+def open_foreign(where: Location) -> CheckpointFiles | None:
     """Open another library's checkpoint; None if there is none of a format in `FORMATS`. Blocks: on storage.
 
     Raises:
@@ -146,7 +174,10 @@ def open_foreign(where: Location) -> PieceFiles | None:
         found = _found(where)
         if found is None:
             return None
-        return PieceFiles(found.folder, found.form.read_index(found.folder, found.names), is_remote=is_remote(where))
+        index = found.form.read_index(found.folder, found.names)
+        if isinstance(index, ChunkIndex):
+            return ChunkFiles(found.folder, index)
+        return PieceFiles(found.folder, index, is_remote=is_remote(where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,12 +197,12 @@ def _found(where: Location) -> _Found | None:
             return _as_file(LocalFolder(where.parent), where.name)
     elif has_foreign_name(where) and (file := _as_file(open_folder(where.parent), where.name)) is not None:
         return file
-    if (outer := _listed(where)) is None:
-        return None
-    if (found := _as_folder(*outer)) is not None:
-        return found
-    inner = (_listed(where / name) for name in _inner_folders(*outer))
-    return next((found for each in inner if each is not None and (found := _as_folder(*each)) is not None), None)
+    if (outer := _listed(where)) is not None:
+        inner = (_listed(where / name) for name in _inner_folders(*outer))
+        for listed in itertools.chain([outer], inner):
+            if listed is not None and (found := _as_folder(*listed)) is not None:
+                return found
+    return _as_prefix(where)
 
 
 def _listed(where: Location) -> tuple[Folder, Collection[str]] | None:
@@ -194,6 +225,23 @@ def _inner_folders(folder: Folder, names: Collection[str]) -> Iterator[str]:
 
 def _as_folder(folder: Folder, names: Collection[str]) -> _Found | None:
     return next((_Found(folder, names, form) for form in FORMATS.values() if form.is_folder(names)), None)
+
+
+def _as_prefix(where: Location) -> _Found | None:
+    if isinstance(where, Path) and (where.is_dir() or not where.parent.is_dir()):
+        return None
+    folder: Folder = open_folder(where.parent) if isinstance(where, Url) else LocalFolder(where.parent)
+    for form in FORMATS.values():
+        name = f"{where.name}{form.prefix_suffix}"
+        try:
+            if form.prefix_suffix and _head(folder, name) is not None:
+                return _Found(folder, [name], form)
+        except MalformedError:
+            continue  # it is no file
+        except OSError as error:
+            if error.errno not in NOT_A_FILE:
+                raise
+    return None
 
 
 def _as_file(folder: Folder, name: str) -> _Found | None:
@@ -226,6 +274,10 @@ def not_understood(where: Location, error: CheckpointError) -> CheckpointError:
             f"there is no checkpoint at {where}: it is a file of no format that dtckpt reads; {expected}"
         )
     names = LocalFolder(where).names() if isinstance(where, Path) and where.is_dir() else []
+    if steps := [name for name in names if isinstance(where, Path) and orbax_files.is_step(where / name)]:
+        return CheckpointNotFoundError(
+            f"there is no checkpoint at {where}: it holds checkpoints of Orbax, {capped(steps)}; open one of these"
+        )
     # A directory that nothing of ours is in was not left behind by a save.
     if names and not any(map(is_own_segment, names)):
         return CheckpointNotFoundError(f"there is no checkpoint at {where}: it holds {capped(names)}; {expected}")

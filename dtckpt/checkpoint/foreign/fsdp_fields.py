@@ -66,7 +66,7 @@ def sharded_tensor(value: Any, where: str) -> ShardedTensor:
     """Return the fields of a pickled ``ShardedTensor``.
 
     Raises:
-        CheckpointCorruptError: It is malformed.
+        CheckpointCorruptError: The shard is malformed.
     """
     try:
         shards, metadata, group, _, _ = value.state if value.name == _SHARDED else value.arguments[3]
@@ -102,7 +102,7 @@ def parse_template(data: bytes, where: str) -> dict[str, tuple[int, ...]]:
         where: The file, for messages.
 
     Raises:
-        CheckpointCorruptError: It is something else.
+        CheckpointCorruptError: The value is something else.
     """
     try:
         content = json.loads(data)

@@ -1,4 +1,4 @@
-"""Find and read what FSDP1 writes on each process: one file for each, with shards of flat parameters.
+"""Find and read the files of FSDP1, one for each process, with shards of flat parameters.
 
 ::
 
@@ -73,7 +73,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
     for name in sorted(names):
         if (match := _OF_RANK.fullmatch(name)) is not None:
             series.setdefault(match[1], {})[int(match[2])] = name
-    reader = _Reader(folder)
+    reader = _FsdpReader(folder)
     opened = {stem: reader.open_all(files) for stem, files in series.items()}
     models = [stem for stem, streams in opened.items() if any(map(_holds_shards, streams.values()))]
     optimizers = [stem for stem, streams in opened.items() if all(map(_holds_optimizer, streams.values()))]
@@ -142,7 +142,7 @@ class _Shards:
         return ranges
 
 
-class _Reader:
+class _FsdpReader:
     """Reads the files of one checkpoint.
 
     Args:

@@ -1,4 +1,4 @@
-"""What distributed checkpoints of Megatron-Core hold beyond PyTorch's: a format file, common state, notes; pure.
+"""Parse the files that Megatron-Core adds to a distributed checkpoint of PyTorch: format, common state; pure.
 
 ``metadata.json`` is written last and names the format. Values that are the same on all processes lie in ``common.pt``,
 and from 0.19 in the item `COMMON_ITEM`, a list of one dict. Tensors need a word in two cases, which `notes_of` says.
@@ -36,7 +36,7 @@ def is_format(data: bytes, where: str) -> bool:
         where: Its name, for messages.
 
     Raises:
-        CheckpointVersionError: It names another format than `BACKEND`, or another version than `VERSION`.
+        CheckpointVersionError: The file names another format than `BACKEND`, or another version than `VERSION`.
     """
     content = None
     with suppress(ValueError, RecursionError):

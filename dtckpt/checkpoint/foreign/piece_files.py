@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from awscrt.checksums import crc32
+from awscrt.checksums import crc32, crc32c
 from typing_extensions import override
 
 from dtckpt.checkpoint.foreign.torch_files import PieceLocator
@@ -326,8 +326,9 @@ class PieceFiles(CheckpointFiles):
 
     def _validate_checked(self, file: str, checked: CheckedBytes) -> None:
         crc, stop = 0, checked.start + checked.nbytes
+        update = crc32c if checked.is_castagnoli else crc32
         for start in range(checked.start, stop, BATCH_NBYTES):
-            crc = crc32(self._read_bytes(file, start, min(start + BATCH_NBYTES, stop)), crc)
+            crc = update(self._read_bytes(file, start, min(start + BATCH_NBYTES, stop)), crc)
         if crc != checked.crc:
             raise MalformedError(
                 f"bytes {checked.start} to {stop} of {file} are not those that were saved: their CRC does not match"

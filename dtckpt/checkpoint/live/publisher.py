@@ -256,7 +256,7 @@ class Publisher:
                 all the same, and marked as rewound.
             wait: Return only when the version is readable.
             cast: Dtypes of floating-point tensors, by glob on their names, as ``{"model/*": torch.bfloat16}``; the
-                first match wins. They are converted as they are copied. Others keep their dtype, whatever readers have.
+                first match wins. The copy converts them. Others keep their dtype, whatever readers have.
             layout_tags: By glob on names of tensors, any text on how their elements are to be understood, as
                 ``{"*/qkv": "interleaved"}``. A reader that wants such a tensor must expect the same text.
 

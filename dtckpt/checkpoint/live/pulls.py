@@ -101,7 +101,7 @@ class HeldPart:
         """Read the elements of a piece; it is here when they have the publisher's digest.
 
         Raises:
-            CheckpointCorruptError: They have another one.
+            CheckpointCorruptError: Their digest is another one.
             StorageError: The answer ends too early.
         """
         piece, elements = self.index.pieces[number], self._elements(number)

@@ -47,7 +47,7 @@ def open_version(
     Args:
         lease: A live lease on the version.
         timeout_s: Longest wait for each answer of a publisher's client.
-        held: What the memory holds that is read into.
+        held: The boxes that the output memory holds.
         own: The folder of this reader's own relay.
         layout_tags: The layout tags that the reader expects, by glob on the names of tensors.
 

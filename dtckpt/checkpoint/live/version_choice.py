@@ -49,7 +49,7 @@ class VersionChoice:
         timeout_s: Longest wait for each answer of the publisher.
         layout_tags: The layout tags that the reader expects; see `dtckpt.Subscriber`.
         group: Name of these clients among all readers of their job; default: made of their numbers.
-        held: What the memory holds that is read into.
+        held: The boxes that the output memory holds.
         announcer: Announces the boxes that were read, for later versions.
         relay: Keeps the version on this host, and serves it to further readers.
 

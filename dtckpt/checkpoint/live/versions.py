@@ -84,7 +84,7 @@ class PartAddress:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> PartAddress:
-        """Read a text. Raises: CheckpointCorruptError: It is malformed."""
+        """Read a text. Raises: CheckpointCorruptError: The text is malformed."""
         try:
             facts = json.loads(data)
             if not all(isinstance(fact, str) for fact in facts):

@@ -78,7 +78,7 @@ class HeldBoxes:
         self.tensors = {}
 
     def take(self, memory: np.ndarray[Any, Any]) -> BoxContent | None:
-        """Return what some memory holds, and forget it."""
+        """Return the box that some memory holds, and forget it."""
         return self._before.pop(_place(memory), None)
 
     def note(self, memory: np.ndarray[Any, Any], content: BoxContent) -> None:

@@ -104,7 +104,7 @@ class HostFolder:
         folder: The directory of the parts of all jobs; absolute.
         root: Tells the job from others: the root of its durable checkpoints, or the name of its feed.
         host: Name of this host, for messages.
-        title: What the parts are for, for messages.
+        title: The purpose of the parts, for messages.
         max_nbytes: Bound on the bytes of the job's files; None: no bound but the space that there is.
     """
 

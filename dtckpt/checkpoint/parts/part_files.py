@@ -109,7 +109,7 @@ class _BoxRead:
         target: The memory.
         dtype: The stored dtype.
         content: The digest of the box in this save.
-        held: What the memory holds already, if that is known.
+        held: The box that the memory holds already, if that is known.
     """
 
     client: int
@@ -172,7 +172,7 @@ class PartFiles(CheckpointFiles):
         holders: By client whose part it is, the hosts to ask for it, in this order.
         kind: The kind of the checkpoint.
         title: Names the save in messages, as ``step 7 of the local tier``.
-        held: What the memory holds that is read into; default: nothing is known of it.
+        held: The boxes that the output memory holds; default: none is known.
         lost_error: Raised if no host that holds a part answers.
         validate_held: Called after each read, before what it brought counts; raises if the parts may have been freed
             meanwhile. Default: they are not.

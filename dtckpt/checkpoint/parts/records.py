@@ -330,7 +330,7 @@ class HostParts:
 
     @classmethod
     def from_text(cls, text: str) -> HostParts:
-        """Read the text of a vote. Raises: ValueError, TypeError: It is malformed."""
+        """Read the text of a vote. Raises: ValueError, TypeError: The text is malformed."""
         voted, written = {}, {}
         for name, of_voted, of_written in json.loads(text):
             save = SaveId.parse(name)

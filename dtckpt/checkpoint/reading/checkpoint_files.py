@@ -37,7 +37,7 @@ class CheckpointFiles(Protocol):
     unread: Sequence[str]
     """Files beside these that are not read, and notes in these that are not read; as far as they can be listed."""
     notes: Sequence[str] = ()
-    """What a reader must know about tensors that are read as they are stored."""
+    """Notes for the reader about tensors that dtckpt keeps as they are stored."""
 
     @property
     def structure(self) -> trees.Node:

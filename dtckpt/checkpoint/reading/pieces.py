@@ -49,11 +49,13 @@ class CheckedBytes:
         start: The first byte.
         nbytes: Their number.
         crc: Their CRC-32.
+        is_castagnoli: Whether it is a CRC-32C.
     """
 
     start: int
     nbytes: int
     crc: int
+    is_castagnoli: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +215,7 @@ class PieceIndex:
             could make. Such a path is not in the tree, and an error for a caller that asks for it.
         files: Names of the files that it describes or was read from.
         unread: The rest: names of other files beside them, and notes in them that the index does not have.
-        notes: What a reader must know about tensors that are read as they are stored.
+        notes: Notes for the reader about tensors that dtckpt keeps as they are stored.
 
     Raises:
         CheckpointCorruptError: The structure is malformed, or does not name every tensor once; or the tensors have far

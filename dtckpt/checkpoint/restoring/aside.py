@@ -102,5 +102,5 @@ def copy_into(leaves: Sequence[Leaf], beside: Sequence[Leaf]) -> None:
 
 
 def _key(memory: torch.Tensor) -> _Key:
-    """Return what tells a tensor's memory from that of other tensors; tied tensors share it."""
+    """Return the identity of a tensor's memory; tied tensors share it."""
     return memory.device, memory.data_ptr(), memory.dtype, tuple(memory.shape), memory.stride()

@@ -94,7 +94,7 @@ class HandedOn:
     ring: OwnRing
 
     def facts(self) -> list[Any]:
-        """Return what the other clients must know: a digest of the clients and tensors, and the ring's address."""
+        """Return this client's message to the others: a digest of the clients and tensors, and the ring's address."""
         listed = [(tensor.name, tensor.layout.sharding_specs, mesh_key(tensor.layout.mesh)) for tensor in self.tensors]
         return [f"{bytes_digest(repr((self.clients, listed)).encode()):016x}", *self.ring.address]
 

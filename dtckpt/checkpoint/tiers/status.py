@@ -72,7 +72,7 @@ class TierStatus:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TierStatus:
-        """Read the file. Raises: CheckpointCorruptError: It is malformed."""
+        """Read the file. Raises: CheckpointCorruptError: The file is malformed."""
         try:
             facts = json_facts.parse_object(data)
             saves = tuple(_held_of_json(*json_facts.items(row)) for row in json_facts.items(facts["saves"]))
@@ -106,7 +106,7 @@ def _held_of_json(name: Any, holders: Any) -> HeldSave:
 
 
 def read_status(folder: Folder) -> TierStatus | None:
-    """Return the status in a root; None if there is none. Raises: CheckpointCorruptError: It is malformed."""
+    """Return the status in a root; None if there is none. Raises: CheckpointCorruptError: The file is malformed."""
     try:
         return TierStatus.from_bytes(folder.read_whole(STATUS_NAME, MAX_STATUS_NBYTES))
     except FileNotFoundError:

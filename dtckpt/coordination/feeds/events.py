@@ -376,7 +376,7 @@ class VersionSource:
     Args:
         is_holder: Whether it is a client of a reader that serves on; else it is the publisher's client ``client``.
         digest: Of the part's manifest; of a holder: which pieces it has.
-        key: What tickets for the holder are made with; empty for a client of the publisher.
+        key: The key that signs tickets for the holder; empty for a client of the publisher.
     """
 
     job: str

@@ -64,7 +64,7 @@ class VersionHolder:
     """A client of a reader that serves a version on.
 
     Args:
-        key: What tickets for it are made with.
+        key: The key that signs tickets for it.
         num_leases: Live leases whose first source it is.
         counted_nbytes: Memory that the registry counts for it.
     """
@@ -153,7 +153,7 @@ class Version:
 
     @property
     def facts(self) -> tuple[int, int, bytes]:
-        """What all clients of the publisher must say alike."""
+        """The facts that all clients of the publisher must agree on."""
         return self.step, self.num_parts, self.tree_digest
 
     @property

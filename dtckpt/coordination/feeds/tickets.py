@@ -28,7 +28,7 @@ _MAC_NBYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a ticket lets its bearer read.
+    """The parts that a ticket lets its bearer read.
 
     Args:
         feed: Name of the feed.

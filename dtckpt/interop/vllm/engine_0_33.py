@@ -48,7 +48,7 @@ JOB = "rollout"
 
 @dataclass
 class DtckptInitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """What the trainer tells the workers once.
+    """The trainer's first message to the workers.
 
     Args:
         feed: Name of the feed.

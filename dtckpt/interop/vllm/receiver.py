@@ -36,7 +36,7 @@ logger = logging.getLogger("dtckpt.live")
 
 _Key = tuple[str, Region]
 Reload = Callable[[], AbstractContextManager[object]]
-"""What the engine wraps around a load of whole tensors."""
+"""The engine's wrapper of a load of whole tensors."""
 
 
 @dataclass(frozen=True, slots=True)

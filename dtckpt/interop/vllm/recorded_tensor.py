@@ -58,7 +58,7 @@ class RecordedCopy:
 
 @dataclass(slots=True, eq=False)
 class Recording:
-    """What a loader does with a tensor of a checkpoint.
+    """The copies that a loader makes of a tensor of a checkpoint.
 
     Args:
         copies: The copies of it, and of what is made of it.

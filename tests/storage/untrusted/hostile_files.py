@@ -13,6 +13,7 @@ import tarfile
 import warnings
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ import numcodecs
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from checkpoint.foreign.sample_files import SAMPLES
 
 import dtckpt
 from dtckpt import SaveOptions
 from dtckpt._proto import checkpoint_pb2
+from dtckpt.checkpoint.foreign.sstable import read_table, table_bytes
+from dtckpt.checkpoint.foreign.tensor_bundle import BundleEntry
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER
 from dtckpt.checkpoint.managing.step_folders import METRICS_NAME
@@ -43,10 +47,10 @@ TREE = {
     "seen": {1, 2, 3},
     "by number": {0: "a", 1: None},
 }
-FILES = {"torch": "file.pt", "safetensors": "model.safetensors"}
-"""Names of checkpoints that are files."""
+FILES = {"torch": "file.pt", "safetensors": "model.safetensors", "tensorflow": "ckpt"}
+"""Names of checkpoints that are files, or have a prefix."""
 PEERS = Path(__file__).parents[2] / "checkpoint" / "foreign" / "peers.tar.xz"
-SAMPLES = {
+IN_PEERS = {
     "megatron": "megatron_versions/v0.13.1/iter_0000007",
     "common state": "megatron_versions/v0.19.0/iter_0000007",
     "zero 2": "deepspeed/z2_bf16_2/global_step3",
@@ -54,8 +58,14 @@ SAMPLES = {
     "universal": "deepspeed/z2_bf16_2_universal/global_step3_universal",
     "fsdp": "fsdp/fsdp1_flat_2",
 }
-"""Checkpoints that other libraries wrote, in `PEERS`."""
-KINDS = ("ocdbt", "zarr", "blosc", "torch", "safetensors", "sharded", "dcp", "root", *SAMPLES)
+"""By kind, a checkpoint that another library wrote, in `PEERS`."""
+ORBAX = {"orbax": "v1_state", "orbax zarr": "v0_plain_zarr2_mesh2x2"}
+"""By kind, a sample of Orbax."""
+KINDS = (
+    *("ocdbt", "zarr", "blosc", "torch", "safetensors", "sharded", "dcp", "root", "tensorflow"),
+    *ORBAX,
+    *IN_PEERS,
+)
 
 
 def write_honest(root: Path, kind: str) -> Path:
@@ -77,11 +87,16 @@ def write_honest(root: Path, kind: str) -> Path:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save({**tensors, "step": 3, "betas": [0.9, 0.95]}, checkpoint_id=path)
-    elif kind in SAMPLES:
+    elif kind in IN_PEERS:
         with tarfile.open(PEERS) as archive:
             archive.extractall(root / "all", filter="data")
-        (root / "all" / SAMPLES[kind]).rename(path)
+        (root / "all" / IN_PEERS[kind]).rename(path)
         shutil.rmtree(root / "all")
+    elif kind in ORBAX:
+        shutil.copytree(SAMPLES / "orbax" / ORBAX[kind], path)
+    elif kind == "tensorflow":
+        for file in (SAMPLES / "tensorflow" / "object").iterdir():
+            shutil.copyfile(file, root / file.name.replace("ckpt-1", "ckpt"))
     elif kind == "root":
         with dtckpt.CheckpointManager(root, is_async=False) as manager:
             for step in (1, 2):
@@ -107,13 +122,18 @@ def write_mutation(root: Path, honest: Path, draw: random.Random) -> Path:
     shutil.copytree(honest / kind, root)
     files = sorted(file for file in root.rglob("*") if file.is_file())
     # Changes matter most in files that describe others; elements have digests.
-    chosen = [file for file in files if file.name in (".metadata", MANIFEST_NAME)] or files
+    described = (".metadata", MANIFEST_NAME, "_METADATA", ".zarray", "ckpt.index")
+    chosen = [file for file in files if file.name in described] or files
     file = draw.choice(chosen if draw.random() < 0.5 else files)
     data = file.read_bytes()
     if file.name == MANIFEST_NAME and draw.random() < 0.8:
         data = _signed(data, draw)
     elif file.suffix == ".pt" and draw.random() < 0.8:
         data = _rezipped(data, draw)
+    elif file.suffix == ".index" and draw.random() < 0.8:
+        table = dict(read_table(data, file.name))
+        key = draw.choice(sorted(table))
+        data = table_bytes(sorted((table | {key: mutated(table[key], draw)}).items()))
     elif file.name == LINEAGE_NAME and draw.random() < 0.8:
         text = mutated(data.split(b"\n")[0], draw)
         data = b"%s\n%016x\n" % (text, bytes_digest(text))
@@ -354,6 +374,60 @@ def _database(root: Path, honest: Path, draw: random.Random) -> Path:
     return root / STEP
 
 
+def _orbax(root: Path, honest: Path, draw: random.Random) -> Path:
+    shutil.copytree(honest / "orbax zarr", root)
+    folder = root / STEP
+    metadata = json.loads((folder / "_METADATA").read_text())
+    document = json.loads((folder / "np" / ".zarray").read_text())
+    leaf = metadata["tree_metadata"]["('np',)"]
+    count = draw.choice((100, 5000, 50_000))
+    keys = [{"key": "a", "key_type": draw.choice((1, 2))}] * count
+    packed = bytes(numcodecs.zstd.compress(bytes(512 << 20), 3))
+    change = draw.randrange(6)
+    if change == 0:
+        (folder / draw.choice(("_METADATA", "_sharding", "_strings.json", "np/.zarray"))).write_bytes(_json_bomb(draw))
+    elif change == 1:
+        metadata["tree_metadata"] |= {str(each): leaf for each in range(count)}
+    elif change == 2:
+        metadata["tree_metadata"]["x"] = leaf | {
+            "key_metadata": draw.choice((keys, [{"key": "9" * 18, "key_type": 1}]))
+        }
+    elif change == 3:
+        document |= {"shape": [1 << 40, 1 << 10], "chunks": [1 << draw.choice((0, 24, 40)), 1 << 10]}
+        metadata["store_array_data_equal_to_fill_value"] = draw.random() < 0.5
+    elif change == 4:
+        (folder / "np" / "0.0").write_bytes(packed)
+    else:
+        document |= {"shape": [1 << 24], "chunks": [1 << 24]}
+        (folder / "np" / "0").write_bytes(packed)
+    if change:
+        (folder / "_METADATA").write_text(json.dumps(metadata))
+        (folder / "np" / ".zarray").write_text(json.dumps(document))
+    return folder
+
+
+def _bundle(root: Path, honest: Path, draw: random.Random) -> Path:
+    shutil.copytree(honest / "tensorflow", root)
+    file = root / "ckpt.index"
+    table = dict(read_table(file.read_bytes(), file.name))
+    name = b"model/w/.ATTRIBUTES/VARIABLE_VALUE"
+    entry = BundleEntry.parse(table[name])
+    count = draw.choice((100, 5000, 50_000))
+    sizes = {"shape": draw.choice(((1 << 62,), (1 << 20, 1 << 20), (1,) * count, (1 << 62, 0, 1 << 62)))}
+    sizes["nbytes"] = draw.choice((0, 96, 1 << 42, 1 << 62))
+    change = draw.randrange(4)
+    if change == 0:
+        table[name] = replace(entry, **sizes).to_bytes()
+    elif change == 1:
+        table |= {b"%06d" % each: table[name] for each in range(count)}
+    elif change == 2:
+        table |= {b"a" * 4000 + b"%06d" % each: b"" for each in range(min(count, 5000))}
+    else:
+        table[name] = replace(entry, dtype=7, **sizes).to_bytes()
+    file.write_bytes(table_bytes(sorted(table.items())))
+    return root / "ckpt"
+
+
 def _root(root: Path, honest: Path, draw: random.Random) -> Path:
     shutil.copytree(honest / "root", root)
     data = _json_bomb(draw)
@@ -367,5 +441,5 @@ Bomb = Callable[[Path, Path, random.Random], Path]
 BOMBS: tuple[Bomb, ...] = (
     *(_torch, _torch, _torch, _dcp, _dcp, _dcp, _safetensors, _safetensors, _index, _manifest, _manifest, _manifest),
     *(_deepspeed, _deepspeed, _deepspeed, _template),
-    *(_documents, _compressed, _database, _root, _root),
+    *(_documents, _compressed, _database, _root, _root, _orbax, _orbax, _bundle),
 )
