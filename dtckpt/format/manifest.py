@@ -95,8 +95,8 @@ class ArrayEntry:
         digests: Per chunk, row-major; see `dtckpt.format.digest`. Shape ``(num_chunks,)``.
         content: Content digest; None if there is none. See `dtckpt.format.content`.
         identities: Per chunk, row-major; None in checkpoints of earlier versions. See `dtckpt.format.digest`.
-        origins: Per chunk, row-major: 0 if this checkpoint's save wrote it, else the position, from 1, of the checkpoint
-            that first wrote it in `Manifest.origins`. None: all are 0.
+        origins: Per chunk, row-major: 0 if this checkpoint's save wrote it; else a position in `Manifest.origins`, from
+            1: the checkpoint that first wrote it. None: all are 0.
     """
 
     name: str

@@ -251,7 +251,7 @@ class LocalFolder(Folder):
                 for name in names:
                     refusal = _share_file(name.rpartition("/")[2], sizes[name], old, new) or refusal
         if refusal is not None:
-            _tell_copies(os.strerror(refusal.errno or 0), str(source.path.parent), str(self.path.parent))
+            _tell_copies(os.strerror(refusal.errno or 0), Path(str(source)).parent, self._base)
         return True
 
     def _make_below(self, below: Sequence[str]) -> None:
@@ -389,7 +389,7 @@ class _Anchor:
 
 
 @cache
-def _tell_copies(reason: str, source: str, target: str) -> None:
+def _tell_copies(reason: str, source: Path, target: Path) -> None:
     """Log that files are copied and not linked; once for a pair of folders, as it will be so for every checkpoint."""
     logger.warning("files shared by checkpoints in %s and %s are copied, not linked: %s", source, target, reason)
 

@@ -122,7 +122,7 @@ def validate_reused(kind: str, root: Folder, base: Folder, chunks: Iterable[Chun
 
 
 def drop_nodes(root: Folder) -> None:
-    """Remove everything of `StoredChunks.share_nodes` before anything else is merged, if the base is not used after all.
+    """Remove the files of `StoredChunks.share_nodes`, before anything is merged, if the base is not used after all.
 
     Raises:
         StorageError: Storage refused.

@@ -234,7 +234,7 @@ class TensorStoreWriter:
 
     def begin_files(self) -> None:
         """Begin to write out all writes so far; the data files of a database get none of the later ones."""
-        if self._is_database and self._batch.writes:
+        if self._is_database:
             self._write_out_beside()
 
     def write_document(self, key: str, document: bytes) -> None:

@@ -50,7 +50,7 @@ FROZEN = ("weight", "blocks", "copies")
 
 
 def save_on_base(path: str, base: str, generation: str, **options: Any) -> None:
-    """Save what ``base`` holds of generation ``old``, and one tensor of another generation, when all clients are there."""
+    """Save tensors that ``base`` has, of generation ``old``, and others of a generation, when all clients are there."""
     coordination = current_coordination()
     coordination.register()
     coordination.barrier("ready", timeout_s=30)

@@ -64,9 +64,9 @@ def test_one_pass_gives_the_digest_and_the_identity(nbytes):
 
 def test_an_identity_belongs_to_the_format():
     elements = np.arange(1000, dtype="<f4").reshape(10, 100)
-    assert identify_chunk("w", (0, 1), elements, Blocks(0, 1 << 20))[2] == 0
-    assert identify_chunk("w", (0, 1), elements, Blocks(0, 4))[2] == 0
-    assert identify_chunk("w", (0, 1), elements.T.copy().T, Blocks(0, 4))[2] == 0
+    assert identify_chunk("w", (0, 1), elements, Blocks(0, 1 << 20))[2] == 0x4A2174184A161C6C
+    assert identify_chunk("w", (0, 1), elements, Blocks(0, 4))[2] == 0xF93AFBDB7A1B1B9B
+    assert identify_chunk("w", (0, 1), elements.T.copy().T, Blocks(0, 4))[2] == 0xF93AFBDB7A1B1B9B
 
 
 def test_a_chunk_of_blocks_is_bound_to_its_place_through_them():

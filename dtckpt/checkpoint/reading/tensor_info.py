@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class ChunkInfo:
     """One stored chunk: the region it covers, its key below the store's root, its digest, the client that wrote it.
 
-    Its origin is the name of the earlier checkpoint that first wrote it, which this one has taken it from; None if this
-    checkpoint wrote it. In another library's checkpoint a chunk is a piece of the tensor in one file; its key is the file's name and the
+    Its origin is the name of the earlier checkpoint that first wrote it; None if this checkpoint wrote it.
+
+    In another library's checkpoint a chunk is a piece of the tensor in one file; its key is the file's name and the
     piece's first byte. Its digest and its writer are unknown.
     """
 

@@ -224,11 +224,12 @@ class ClientWriter:
             raw_bits = bool(self._options.raw_bits)
             for key, document in documents_of_share(self._plan, self._client, self._clients, raw_bits=raw_bits):
                 writer.write_document(key, document)
-            for index, tensor, number in self._steady():
+            for _, tensor, number in self._steady():
                 elements = self._stored(tensor, tensor.grid.chunk(number)[1])
                 writer.write(tensor, tensor.grid.chunk(number)[1], elements)
                 self._count(elements.nbytes)
-            writer.begin_files()
+            if self._reuse.steady:
+                writer.begin_files()
             for index, tensor, number in self._plan.owned_by(self._client):
                 _, region = tensor.grid.chunk(number)
                 known = self._reuse.digests.get((index, number))

@@ -193,7 +193,7 @@ def test_a_change_behind_the_first_block_is_noticed(tmp_path, kvstore):
 def test_tensors_come_go_and_change_their_kind(tmp_path, kvstore):
     options = SaveOptions(kvstore=kvstore)
     dtckpt.save(
-        tmp_path / "a", {"stays": noise(1, 300, 300), "goes": noise(2, 300, 300), "w": noise(3, 90)}, options=options
+        tmp_path / "a", {"stays": noise(1, 300, 300), "goes": noise(2, 200, 300), "w": noise(3, 90)}, options=options
     )
     tree = {
         "stays": noise(1, 300, 300),
@@ -408,10 +408,10 @@ def test_a_save_that_fails_leaves_the_base_alone(tmp_path, monkeypatch, kvstore)
 @pytest.mark.parametrize("kvstore", KINDS)
 def test_a_chunk_that_got_lost_is_no_hole(tmp_path, monkeypatch, kvstore):
     """The leader looks for every chunk that no client wrote, before it commits."""
-    options = SaveOptions(kvstore=kvstore)
+    options = SaveOptions(kvstore=kvstore, fsync=False)
     dtckpt.save(tmp_path / "a", lora(1), options=options)
     monkeypatch.setattr(reuse_module.Reuse, "share", lambda *_: None)
-    with pytest.raises(errors.CheckpointCorruptError, match="did not get into"):
+    with pytest.raises(errors.CheckpointCorruptError, match="did not get into|does not see"):
         dtckpt.save(tmp_path / "b", lora(2), options=options, base=tmp_path / "a")
     assert os.listdir(tmp_path) == ["a"]
 
