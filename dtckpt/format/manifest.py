@@ -310,8 +310,8 @@ class Manifest:
             digests = _slices([tensor.digests for tensor in message.tensors])
             identities = _slices([tensor.identities for tensor in message.tensors])
             entries = [
-                _entry(tensor, *each, meshes, kinds)
-                for tensor, *each in zip(message.tensors, digests, identities, strict=True)
+                _entry(tensor, own, identity, meshes, kinds)
+                for tensor, own, identity in zip(message.tensors, digests, identities, strict=True)
             ]
             if len({entry.name for entry in entries}) != len(entries):
                 raise ValueError("a tensor occurs twice")
