@@ -411,7 +411,7 @@ def test_a_chunk_that_got_lost_is_no_hole(tmp_path, monkeypatch, kvstore):
     options = SaveOptions(kvstore=kvstore, fsync=False)
     dtckpt.save(tmp_path / "a", lora(1), options=options)
     monkeypatch.setattr(reuse_module.Reuse, "share", lambda *_: None)
-    with pytest.raises(errors.CheckpointCorruptError, match="did not get into|does not see"):
+    with pytest.raises(errors.CheckpointCorruptError, match=r"did not get into|does not see"):
         dtckpt.save(tmp_path / "b", lora(2), options=options, base=tmp_path / "a")
     assert os.listdir(tmp_path) == ["a"]
 
