@@ -1,4 +1,4 @@
-"""Digest the chunks that a client writes, in a thread beside the writing: while storage works, cores are idle."""
+"""Digest the chunks that a client writes, in threads beside the writing: while storage works, cores are idle."""
 
 from __future__ import annotations
 
@@ -28,8 +28,11 @@ WAITING_NBYTES = 32 << 20
 GATHERED_NBYTES = 128 << 10
 """A tensor of at most so many bytes is put together from its chunks before its content is digested, if the rows of
 chunks are shorter than the tensor's rows. A call for each chunk would take longer than its elements."""
+_NUM_THREADS = 2
+"""One thread alone, at its low priority, has digests left when storage is done: without fsync that took a fifth of a
+save."""
 _NICENESS = 5
-"""Of the digests' thread: writing goes first, so that storage gets the chunks early, and digests fill its waits."""
+"""Of the digests' threads: writing goes first, so that storage gets the chunks early, and digests fill its waits."""
 
 
 class ChunkDigests(NamedTuple):
@@ -104,12 +107,12 @@ class ChunkDigester:
     """Digests all chunks that a client writes, and their content.
 
     Args:
-        thread: The pool of one thread that digests large chunks; None: the caller's thread digests all.
+        threads: The pool that digests large chunks; None: the caller's thread digests all.
         with_content: Whether to digest the content, too.
     """
 
-    def __init__(self, thread: Pool | None, *, with_content: bool) -> None:
-        self._thread = thread
+    def __init__(self, threads: Pool | None, *, with_content: bool) -> None:
+        self._threads = threads
         self._with_content = with_content
         self._results: dict[int, TensorDigests] = {}
         self._pending: list[tuple[TensorDigests, int, Future[ChunkDigests]]] = []
@@ -133,7 +136,7 @@ class ChunkDigester:
             is_kept: Whether the elements stay in memory in any case; see `TensorStoreWriter.write`.
         """
         result = self._results.get(position) or self._results.setdefault(position, TensorDigests())
-        if self._thread is None or elements.nbytes < MIN_NBYTES:
+        if self._threads is None or elements.nbytes < MIN_NBYTES:
             is_gathered = self._with_content and _is_gathered(plan)
             with_content = self._with_content and not is_gathered
             result.put(number, ChunkDigests.of(plan, number, elements, with_content=with_content))
@@ -141,7 +144,7 @@ class ChunkDigester:
                 self._gather(position, plan, number, elements)
             return
         result.chunks[number] = result.identities[number] = 0  # in their order, whatever the order of the results
-        future = self._thread.submit(ChunkDigests.of, plan, number, elements, with_content=self._with_content)
+        future = self._threads.submit(ChunkDigests.of, plan, number, elements, with_content=self._with_content)
         self._pending.append((result, number, future))
         if not is_kept:
             self._bound(future, elements.nbytes)
@@ -172,7 +175,7 @@ class ChunkDigester:
 
     def then(self, work: Callable[[], _Result]) -> Callable[[], _Result]:
         """Run work after all chunks that were added so far; return a function that waits for its result."""
-        return self._thread.submit(work).result if self._thread else work
+        return self._threads.submit(work).result if self._threads else work
 
     def results(self) -> dict[int, TensorDigests]:
         """Wait for all digests, and return them by index of the tensor. Thread-safe."""
@@ -192,16 +195,16 @@ def _is_gathered(plan: TensorPlan) -> bool:
 
 
 @contextmanager
-def chunk_digester(*, has_thread: bool, with_content: bool) -> Iterator[ChunkDigester]:
-    """Open a digester, for a context. With ``has_thread`` it digests large chunks in a separate thread."""
-    if not has_thread:
+def chunk_digester(*, has_threads: bool, with_content: bool) -> Iterator[ChunkDigester]:
+    """Open a digester, for a context. With ``has_threads`` it digests large chunks in separate threads."""
+    if not has_threads:
         yield ChunkDigester(None, with_content=with_content)
         return
-    with Pool(1, "dtckpt-digests", _step_back) as thread:
+    with Pool(_NUM_THREADS, "dtckpt-digests", _step_back) as threads:
         try:
-            yield ChunkDigester(thread, with_content=with_content)
+            yield ChunkDigester(threads, with_content=with_content)
         except BaseException:
-            thread.shutdown(wait=True, cancel_futures=True)
+            threads.shutdown(wait=True, cancel_futures=True)
             raise
 
 

@@ -164,13 +164,13 @@ class ClientWriter:
             is_cached=max_pending_nbytes is None,
             max_pending_nbytes=max_pending_nbytes or PENDING_NBYTES,
         )
-        # Where memory is bounded, chunks are digested at once and not in a thread: their elements are freed as soon as
+        # Where memory is bounded, chunks are digested at once and not in threads: their elements are freed as soon as
         # they are written.
-        has_thread = max_pending_nbytes is None
+        has_threads = max_pending_nbytes is None
         try:
-            with chunk_digester(has_thread=has_thread, with_content=options.content_digest) as digests:
+            with chunk_digester(has_threads=has_threads, with_content=options.content_digest) as digests:
                 self._start_writes(writer, digests, received)
-                # Copies are compared in the digests' thread, while this thread waits for storage.
+                # Copies are compared in the digests' threads, while this thread waits for storage.
                 copies = digests.then(lambda: self._copy_digests(digests.results())) if options.check_replicas else list
                 writer.commit()
                 by_tensor, compared = digests.results(), copies()
