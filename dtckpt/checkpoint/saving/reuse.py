@@ -111,6 +111,9 @@ def open_base(where: Location, kvstore: str) -> Base:
             data = folder.read_whole(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
         except FileNotFoundError:
             raise CheckpointError(f"{where} was removed meanwhile") from None
+        # Asked for no files: whether storage can share any.
+        if not folder.share(folder, {}):
+            raise CheckpointError(f"storage at {where} cannot copy files by itself")
     manifest = Manifest.from_bytes(data, f"{where}/{MANIFEST_NAME}")
     if manifest.kvstore != kvstore:
         raise CheckpointError(f"{where} is of kind {manifest.kvstore}, and this save writes {kvstore}")
