@@ -563,15 +563,15 @@ class History:
         assert main(["gc", str(self.root), "--keep", "3", "--min-age", "0", "--yes"]) in (0, 4)
 
     def remove(self):
-        if len(self.states) > 1:
-            shutil.rmtree(self.root / f"step_{self.draw.choice(sorted(self.states)):08d}")
+        if len(folders := self.folders()) > 1:
+            shutil.rmtree(self.draw.choice(folders))
+
+    def folders(self):
+        return sorted(self.root.glob("step_*"))
 
     def damage(self):
         """A bit of a data file flips; all checkpoints that share the file are damaged."""
-        steps = [step for step in self.states if (self.root / f"step_{step:08d}").exists()]
-        if len(steps) < 2:
-            return
-        folder = self.root / f"step_{self.draw.choice(steps):08d}"
+        folder = self.draw.choice(self.folders())
         files = sorted(file for file in folder.rglob("*") if file.is_file() and file.stat().st_size > 2000)
         if files:
             file = self.draw.choice(files)
@@ -600,6 +600,6 @@ def test_random_histories(tmp_path, number):
     draw = random.Random(f"{SEED} {number}")
     history = History(tmp_path / "run", draw)
     history.save()
-    for _ in range(12):
+    for _ in range(amount(8, 12)):
         getattr(history, draw.choice(["save", "save", "save", "gc", "remove", "damage", "kill"]))()
         history.check()
