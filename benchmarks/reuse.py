@@ -1,4 +1,4 @@
-"""Saves that write only what changed: a frozen base with adapters, and a state of which everything changes.
+"""Saves that write only changed chunks: a frozen base with adapters, and a state of which everything changes.
 
 Two clients, with fsync, in turns, medians. Run:
 
