@@ -41,6 +41,7 @@ def open_version(
     *,
     own: HostFolder | None = None,
     layout_tags: Mapping[str, str] = MappingProxyType({}),
+    registry: str = "",
 ) -> PartCheckpoint:
     """Open a version for reading. Local. Reads raise once the lease is over, as `FeedLease.raise_if_over`.
 
@@ -50,6 +51,7 @@ def open_version(
         held: The boxes that the output memory holds.
         own: The folder of this reader's own relay.
         layout_tags: The layout tags that the reader expects, by glob on the names of tensors.
+        registry: ``host:port`` of the publisher's registry, for the location; empty: the coordinator.
 
     Raises:
         SourceLostError: A part is nowhere to be had.
@@ -79,7 +81,7 @@ def open_version(
     )
     files.map_parts()  # a publisher that is restarted removes the files of its former attempt
     is_remote = any(not isinstance(some[0].source, HostFolder) for some in holders.values())
-    location = location_of_version(lease.feed, lease.step)
+    location = location_of_version(lease.feed, lease.step, registry)
     return PartCheckpoint(files, location, is_remote=is_remote, layout_tags=layout_tags)
 
 

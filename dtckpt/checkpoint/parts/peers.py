@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import xxhash
+from typing_extensions import override
 
 from dtckpt.checkpoint.parts.changes import apply_changes
+from dtckpt.checkpoint.parts.data_tls import SCHEME, DataTls
 from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.checkpoint.parts.server import DIGEST_NBYTES, LENGTH_NBYTES
 from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageError, StorageFullError
@@ -53,21 +55,23 @@ class Peer:
     """The server of one client on another host. Thread-safe: each request opens a new connection.
 
     Args:
-        url: ``host:port``.
+        url: ``host:port``, or ``https://host:port``.
         host: Name of the host, for messages.
         token: The token that requests send.
         timeout_s: Longest wait for each answer, in seconds.
+        tls: The authorities that this client trusts; default: as the environment names them.
     """
 
-    def __init__(self, url: str, host: str, token: str, timeout_s: float) -> None:
+    def __init__(self, url: str, host: str, token: str, timeout_s: float, *, tls: DataTls | None = None) -> None:
         self.host = host
-        self._url = urlsplit(f"//{url}")
+        self._url = urlsplit(url if url.startswith(SCHEME) else f"//{url}")
         self._headers = {"Authorization": f"Bearer {token}"}
         self._timeout_s = timeout_s
+        self._tls = DataTls.from_environ() if tls is None else tls
 
     @contextmanager
     def _errors_named(self, what: str) -> Iterator[HTTPConnection]:
-        connection = HTTPConnection(str(self._url.hostname), self._url.port, timeout=self._timeout_s)
+        connection = _PeerConnection(self._url, self.host, self._timeout_s, self._tls)
         try:
             yield connection
         except DtckptError:
@@ -192,6 +196,22 @@ class Peer:
                 self._answer_to(connection)
                 raise
             self._answer_to(connection)
+
+
+class _PeerConnection(HTTPConnection):
+    """A connection to the server of a host: by TLS, if its address says so."""
+
+    def __init__(self, url: SplitResult, host: str, timeout_s: float, tls: DataTls) -> None:
+        super().__init__(str(url.hostname), url.port, timeout=timeout_s)
+        self._host_name, self._tls, self._is_secure = host, tls, bool(url.scheme)
+
+    @override
+    def connect(self) -> None:
+        if not self._is_secure:
+            self._tls.validate_plaintext(self._host_name)
+        super().connect()
+        if self._is_secure:
+            self.sock = self._tls.secure(self.sock, self.host, self._host_name)
 
 
 class _Answer:
