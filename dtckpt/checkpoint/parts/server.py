@@ -5,6 +5,8 @@ of one attempt agree on. A process of another job, or of an earlier attempt, can
 is a ticket in the token's place, where the server takes tickets: it lets its bearer read the parts of one save.
 
     GET  /v1/indexes/<save>               the indexes of the save's parts on this host, each after its length
+    GET  /v1/indexes/<save>/<client>      the index of a client's part
+    GET  /v1/nixl/<save>/<client>         how NIXL reaches the memory of the part: see `NixlOffer`
     POST /v1/read/<save>/<client>         body: JSON list of [number of the piece, offset, shape, base], in elements of
                                           it; answer: these boxes' elements, one after the other, then a digest of those
                                           that have none in the index. With a base, the digest of the box in another
@@ -48,6 +50,7 @@ from dtckpt.checkpoint.parts.changes import WORDS, changes_between
 from dtckpt.checkpoint.parts.connections import ServerConnection, ServerConnections
 from dtckpt.checkpoint.parts.data_tls import SCHEME, DataTls, ServerCertificate
 from dtckpt.checkpoint.parts.host_folder import HostFolder, PartFile
+from dtckpt.checkpoint.parts.nixl_offer import NixlOffer, is_wanted
 from dtckpt.checkpoint.parts.open_part import OpenPart, spans, validate_part
 from dtckpt.checkpoint.parts.records import MAX_INDEX_NBYTES, PartIndex, SaveId
 from dtckpt.checkpoint.reading.read_chunks import cut
@@ -121,6 +124,8 @@ class PartServer:
         self._server = _Server((address, 0), folder, timeout_s, check_ticket, boxes)
         self._server.answer_pull, self._server.is_relay = answer_pull, is_relay
         self._server.certificate = certificate
+        if is_wanted() and not is_relay:
+            self._server.nixl = NixlOffer()
         url = f"{_bracketed(address)}:{self._server.server_address[1]}"
         self.url = url if certificate is None else f"{SCHEME}{url}"
         self._thread = threading.Thread(
@@ -151,6 +156,8 @@ class PartServer:
         self._server.is_closing = True
         self._server.shutdown()
         self._server.server_close()
+        if self._server.nixl is not None:
+            self._server.nixl.close()
 
 
 class _Server(ThreadingHTTPServer):
@@ -161,6 +168,7 @@ class _Server(ThreadingHTTPServer):
     is_relay = False
     is_closing = False
     certificate: ServerCertificate | None = None
+    nixl: NixlOffer | None = None
 
     def __init__(
         self,
@@ -228,7 +236,7 @@ class _Server(ThreadingHTTPServer):
             self._parts[save, client] = kept
             self._parts.move_to_end((save, client))
             while len(self._parts) > MAX_OPEN_PARTS:
-                self._parts.popitem(last=False)
+                self._close_part(*next(iter(self._parts)))
         return kept
 
     def _forget_removed(self) -> None:
@@ -236,7 +244,12 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             for save, client in list(self._parts):
                 if not self.folder.has(save, client):
-                    del self._parts[save, client]
+                    self._close_part(save, client)
+
+    def _close_part(self, save: SaveId, client: int) -> None:
+        self._parts.pop((save, client), None)
+        if self.nixl is not None:
+            self.nixl.withdraw(save, client)
 
     def bases(self, save: SaveId, client: int) -> Sequence[OpenPart]:
         """Return a client's parts of the newest other saves, from which there may be changes to a save."""
@@ -250,7 +263,7 @@ class _Server(ThreadingHTTPServer):
     def forget_part(self, save: SaveId, client: int) -> None:
         """Open a part anew when it is asked for next: another file may have taken its place."""
         with self._lock:
-            self._parts.pop((save, client), None)
+            self._close_part(save, client)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a peer that dies amid a request is ordinary, and the request's own side reports the rest."""
@@ -382,6 +395,13 @@ class _PartHandler(BaseHTTPRequestHandler):
                 case ["GET", "v1", "indexes", save]:
                     self._admit(SaveId.parse(save))
                     self._answer(list(self._indexes(SaveId.parse(save))))
+                case ["GET", "v1", "indexes", save, client]:
+                    self._admit(SaveId.parse(save))
+                    self._answer([self.server.folder.index_file(SaveId.parse(save), int(client))])
+                case ["GET", "v1", "nixl", save, client] if (nixl := self.server.nixl) is not None:
+                    self._admit(SaveId.parse(save))
+                    part = self.server.open_part(SaveId.parse(save), int(client))
+                    self._answer([nixl.describe(SaveId.parse(save), int(client), part)])
                 case ["POST", "v1", "read", save, client]:
                     self._admit(SaveId.parse(save))
                     self._read(SaveId.parse(save), int(client))
