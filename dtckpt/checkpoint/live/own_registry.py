@@ -146,7 +146,9 @@ class RegistryProcess:
         deadline = time.monotonic() + FREE_S
         while True:
             try:
-                family, kind, protocol, _, where = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
+                family, kind, protocol, _, where = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[
+                    0
+                ]
                 with socket.socket(family, kind, protocol) as probe:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind(where)

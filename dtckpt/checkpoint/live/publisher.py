@@ -32,8 +32,8 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.leaves import torch_dtype
 from dtckpt.checkpoint.live.fan_out import MAX_COPIES
 from dtckpt.checkpoint.live.feed_client import feed_client
-from dtckpt.checkpoint.live.pulls import PullService
 from dtckpt.checkpoint.live.own_registry import OwnRegistry
+from dtckpt.checkpoint.live.pulls import PullService
 from dtckpt.checkpoint.live.version_checkpoint import index_digest
 from dtckpt.checkpoint.live.versions import (
     PartAddress,

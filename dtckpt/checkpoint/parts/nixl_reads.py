@@ -112,19 +112,21 @@ class NixlReads:
 
     def _read_box(self, part: _RemotePart, client: int, box: BoxRequest, runs: Sequence[tuple[int, int]]) -> None:
         if any(not 0 <= start <= start + size <= part.nbytes for start, size in runs):
-            raise CheckpointCorruptError(f"host {self.host}: the part of client {client} is shorter than its index says")
+            raise CheckpointCorruptError(
+                f"host {self.host}: the part of client {client} is shorter than its index says"
+            )
         digest = xxhash.xxh3_64(seed=box.seed or 0)
         try:
             with box.memory() as buffer:
                 at = 0
-                for data in _reader().take(part.agent, [(part.address + start, size) for start, size in runs], self._timeout_s):
+                for data in _reader().take(
+                    part.agent, [(part.address + start, size) for start, size in runs], self._timeout_s
+                ):
                     digest.update(data)
                     buffer[at : at + len(data)] = data
                     at += len(data)
                 if digest.intdigest() != box.digest:
-                    raise CheckpointCorruptError(
-                        f"host {self.host}: a piece of the part of client {client} is damaged"
-                    )
+                    raise CheckpointCorruptError(f"host {self.host}: a piece of the part of client {client} is damaged")
         except (NixlError, OSError) as error:
             raise StorageError(f"host {self.host}: read a part by NIXL: {error}") from error
 

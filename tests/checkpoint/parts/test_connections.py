@@ -11,7 +11,8 @@ import pytest
 import torch
 from support.certificates import Authority
 
-from dtckpt.checkpoint.parts import connections, open_part, server as server_module
+from dtckpt.checkpoint.parts import connections, open_part
+from dtckpt.checkpoint.parts import server as server_module
 from dtckpt.checkpoint.parts.connections import ServerConnections
 from dtckpt.checkpoint.parts.data_tls import DataTls
 from dtckpt.checkpoint.parts.peers import Peer
@@ -42,8 +43,7 @@ def make(folder):  # noqa: F811
 
 def connected(server):
     host, _, port = server.url.removeprefix("https://").rpartition(":")
-    found = socket.create_connection((host, int(port)), timeout=WAIT_S)
-    return found
+    return socket.create_connection((host, int(port)), timeout=WAIT_S)
 
 
 def head(path, nbytes=0, method="GET", token=TOKEN):
@@ -155,7 +155,6 @@ def test_who_shows_no_token_makes_room(make, monkeypatch):
 def test_a_place_is_waited_for(make, monkeypatch):
     """Nobody is refused because others are served."""
     monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 2)
-    monkeypatch.setattr(connections, "SHOW_S", 0.0)
     server, begun, goes_on = make(timeout_s=30.0), threading.Semaphore(0), threading.Event()
 
     def indexes(handler, save):

@@ -92,10 +92,12 @@ def test_plaintext_is_refused_where_tls_is_asked_for(folder, ours):  # noqa: F81
     server = PartServer(folder, "127.0.0.1", 2.0, tls=DataTls())
     server.open(TOKEN)
     try:
-        with pytest.raises(StoragePermissionError, match="host there serves its parts in plaintext, and DTCKPT_DATA_CA"):
+        with pytest.raises(
+            StoragePermissionError, match="host there serves its parts in plaintext, and DTCKPT_DATA_CA"
+        ):
             peer_of(server, trusting(ours)).indexes(SAVE)
         by_tls = Peer(f"https://{server.url}", "there", TOKEN, 5.0, tls=trusting(ours))
-        with pytest.raises(StorageError, match="host there: no TLS with its server at 127.0.0.1"):
+        with pytest.raises(StorageError, match=r"host there: no TLS with its server at 127\.0\.0\.1"):
             by_tls.indexes(SAVE)
         # The authorities of the coordinator count for sources that serve by TLS, and ask for none.
         env = {"DTCKPT_COORDINATOR_CA": str(ours.ca)}
@@ -127,7 +129,10 @@ def test_certificates_are_read_again(serve, ours, theirs, tmp_path):
     [
         ({"CERT": "x"}, "DTCKPT_DATA_CERT and DTCKPT_DATA_KEY come together, and with DTCKPT_DATA_CA"),
         ({"CERT": "x", "KEY": "y"}, "come together, and with DTCKPT_DATA_CA"),
-        ({"CERT": "/none", "KEY": "/none", "CA": "/none"}, "DTCKPT_DATA_CERT=/none, .*KEY=/none cannot be used: No such"),
+        (
+            {"CERT": "/none", "KEY": "/none", "CA": "/none"},
+            "DTCKPT_DATA_CERT=/none, .*KEY=/none cannot be used: No such",
+        ),
     ],
 )
 def test_settings_that_cannot_be_used(folder, monkeypatch, variables, text):  # noqa: F811
