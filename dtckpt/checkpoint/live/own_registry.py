@@ -182,8 +182,8 @@ class RegistryProcess:
                 if process.poll() is not None or time.monotonic() > deadline:
                     process.kill()
                     raise ConfigError(
-                        f"Publisher: the registry at {self._address} did not start; exit code {process.wait()}, and the "
-                        f"reason is on standard error. It takes options from variables: away from this host it needs "
+                        f"Publisher: the registry at {self._address} did not start; exit code {process.wait()}, and "
+                        f"the reason is on standard error. Its options are variables: away from this host it needs "
                         f"{SERVE}TLS_CERT and {SERVE}TLS_KEY, or {SERVE}INSECURE=1 where the network can be trusted"
                     )
                 time.sleep(POLL_S)

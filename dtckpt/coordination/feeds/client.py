@@ -44,6 +44,8 @@ KEPT_SECRETS = 4
 secret before."""
 CLOSE_S = 1.0
 """How long `FeedClient.close` waits for a renewal that is under way; nothing depends on it."""
+PROBE_S = 1.0
+"""How long a reader looks whether a publisher's registry listens, before it makes a call."""
 RENEWALS = 3
 """How often leases are renewed within their period."""
 
@@ -333,16 +335,19 @@ class FeedClient:
             left_s = deadline - self._clock()
             request.max_wait_s = min(max(left_s, 0.0), MAX_WAIT_S)
             try:
+                if self._is_publishers:
+                    self._coordination.probe(PROBE_S)
                 self._coordination.register()
                 asked_at, response = self._ask(request)
             except errors.CoordinatorUnavailableError as error:
-                if not self._is_publishers or self._clock() < deadline:
-                    if self._is_publishers:
-                        continue  # the call has waited
+                if not self._is_publishers:
                     raise
-                raise errors.VersionTimeoutError(
-                    f"no lease within {timeout_s:g} s: no publisher has begun, or it has ended: {error.message}"
-                ) from None
+                if left_s <= 0:
+                    raise errors.VersionTimeoutError(
+                        f"no lease within {timeout_s:g} s: no publisher has begun, or it has ended: {error.message}"
+                    ) from None
+                time.sleep(min(left_s, PROBE_S / 4))
+                continue
             if response.HasField("lease"):
                 ends_at = asked_at + response.lease.expires_in_s
                 lease = FeedLease.from_proto(request, response.lease, ends_at)

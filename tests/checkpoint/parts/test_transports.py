@@ -1,6 +1,9 @@
 """The contract of transports, over each of them."""
 
 import importlib.util
+import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -192,12 +195,46 @@ def test_a_source_that_has_gone(source):
     if source.kind == "mapped":
         source.transport.read(SAVE, 1, [source.box(COLUMN, into)])
         assert (into == elements_of(SAVE)[COLUMN.slices()]).all()
-    else:
+    elif source.kind != "nixl":  # whose agents live as long as their process: see the next test
         with pytest.raises(StorageError, match="host there"):
             source.transport.read(SAVE, 1, [source.box(COLUMN, into)])
         assert time.monotonic() - start < 15.0
         time.sleep(0.2)
         assert not into.any()
+
+
+@needs_nixl
+@pytest.mark.processes
+def test_a_nixl_source_that_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("DTCKPT_DATA_NIXL", "1")
+    script = "import sys; from checkpoint.parts.test_transports import Source; from pathlib import Path\n"
+    script += "print(Source('nixl', Path(sys.argv[1])).server.url, flush=True); sys.stdin.read()"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", script, str(tmp_path / "there")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True) as process:
+        lines = iter(process.stdout.readline, "")
+        url = next(line.strip() for line in lines if "NIXL" not in line)  # it writes to standard output
+        local = Source("nixl", tmp_path / "here")
+        try:
+            transport, into = NixlReads(Peer(url, "there", TOKEN, 5.0), 5.0), np.zeros(ROWS.shape, np.float32)
+            assert transport.read(SAVE, 1, [local.box(ROWS, into)]) == into.nbytes
+            assert (into == elements_of(SAVE)[ROWS.slices()]).all()
+            process.kill()
+            process.wait()
+            into[:] = 0
+            start = time.monotonic()
+            with pytest.raises(StorageError, match="host there: read a part by NIXL"):
+                transport.read(SAVE, 1, [local.box(ROWS, into)])
+            assert time.monotonic() - start < 15.0
+            time.sleep(0.2)
+            assert not into.any()
+            with pytest.raises(StorageError, match="host there"):  # nor later, when it asks anew
+                transport.read(SAVE, 1, [local.box(ROWS, into)])
+            local.transport.read(SAVE, 1, [local.box(ROWS, into)])  # others can be read
+            assert (into == elements_of(SAVE)[ROWS.slices()]).all()
+        finally:
+            process.kill()
+            local.close()
 
 
 @needs_nixl
