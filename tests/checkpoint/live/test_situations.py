@@ -36,7 +36,7 @@
 33   needs an engine: see the adapters' tests
 34   `test_34_memory_of_the_publisher`, ``test_situations_of_processes.test_34_bound_of_a_host``
 35   `test_35_memory_of_the_reader`
-36   `test_36_versions_of_readers_are_visible`
+36   `test_36_versions_of_readers_are_visible`, `test_36_what_is_fetched_is_not_applied`
 37   `test_37_nobody_on_the_other_side`
 38   ``test_strangers.test_38_damaged_memory``
 39   ``test_feed_rules.test_holders_show_that_they_have_the_version``; see the tests of readers that serve on
@@ -62,6 +62,7 @@ from dtckpt.checkpoint.live.versions import save_of_version
 from dtckpt.checkpoint.parts import server as part_server
 from dtckpt.checkpoint.parts.open_part import OpenPart
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.restoring.restore import StagedRestore
 from dtckpt.layout.clients import virtual_devices
 from dtckpt.layout.region import Region
 
@@ -322,10 +323,49 @@ def test_36_versions_of_readers_are_visible(jobs):
             jobs.update(one, "engine-1")
             if step == 1:
                 jobs.update(other, "engine-2")
-        (status,) = jobs.feeds("engine-1").list()
-        latest = {each.reader.partition("/")[0]: (each.number, each.outcome) for each in status.latest}
-        assert latest == {"engine-1": (one.version.number, "applied"), "engine-2": (other.version.number, "applied")}
-        assert latest["engine-1"] > latest["engine-2"]
+        assert one.version.number > other.version.number
+        await_uses(jobs, ("engine-1", one.version.number, "applied"), ("engine-2", other.version.number, "applied"))
+
+
+def await_uses(jobs, *expected):
+    """Wait until the registry says that readers use versions; they tell it in the background."""
+    deadline = time.monotonic() + WAIT_S
+    found = None
+    while found != set(expected) and time.monotonic() < deadline:
+        (status,) = jobs.feeds("judge").list()
+        found = {(each.reader.partition("/")[0], each.number, each.outcome) for each in status.latest}
+        time.sleep(0.01)
+    assert found == set(expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_36_what_is_fetched_is_not_applied(jobs, monkeypatch, fails):
+    publisher = jobs.publisher(keep=3)
+    publish(publisher, 1)
+    with Subscriber(FEED, blank()) as subscriber:
+        first = jobs.fetch(subscriber)
+        await_uses(jobs, ("engine", first.version.number, "fetched"))
+        first.apply()
+        await_uses(jobs, ("engine", first.version.number, "applied"))
+        publish(publisher, 2)
+        second = jobs.fetch(subscriber)
+        before = ("engine", first.version.number, "applied")
+        await_uses(jobs, before, ("engine", second.version.number, "fetched"))
+        if not fails:
+            second.apply()
+            await_uses(jobs, ("engine", second.version.number, "applied"))
+            publish(publisher, 3)
+            last = jobs.update(subscriber, in_place=True)
+            await_uses(jobs, ("engine", last.number, "applied"))
+            return
+        monkeypatch.setattr(StagedRestore, "apply", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            second.apply()
+        assert subscriber.is_mixed
+        await_uses(jobs, ("engine", second.version.number, "failed"))  # it has no whole version
+        with pytest.raises(errors.VersionTimeoutError):
+            jobs.fetch(subscriber, step=9, timeout_s=0.1)
+        await_uses(jobs, ("engine", second.version.number, "failed"))
 
 
 # --- who is gone, and who does not answer ----------------------------------------------------------------------------

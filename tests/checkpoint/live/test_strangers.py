@@ -2,7 +2,6 @@
 
 import ast
 import json
-import socket
 import time
 from http.client import HTTPConnection
 from pathlib import Path
@@ -15,8 +14,6 @@ from dtckpt import Subscriber, errors
 from dtckpt.checkpoint.live import publisher as publisher_module
 from dtckpt.checkpoint.live import sources
 from dtckpt.checkpoint.live.versions import save_of_version
-from dtckpt.checkpoint.parts import server as part_server
-from dtckpt.checkpoint.parts.server import PartServer
 
 from .jobs_here import FEED, WAIT_S, blank, files, publish
 
@@ -70,8 +67,9 @@ def test_40_strangers_at_the_server(jobs, monkeypatch):
     assert stranger.read(whole) == 200
     assert stranger.ask("GET", f"/v1/indexes/{name}") == 200
     forged = stranger.ticket[:-2] + ("00" if stranger.ticket[-2:] != "00" else "11")
-    for shown in ("", "x", "\xff", forged, stranger.ticket * 20, "0" * 60_000):
+    for shown in ("", "x", "\xff", forged, stranger.ticket * 20, "0" * 10_000):
         assert stranger.read(whole, shown=shown) == 403
+    assert stranger.read(whole, shown="0" * 60_000) == 431
     assert stranger.ask("GET", f"/v1/indexes/{other.name}") == 403
     assert stranger.ask("PUT", f"/v1/parts/{name}/0", body=b"x" * 100) == 403
     assert stranger.ask("GET", "/v1/texts/1") == 403
@@ -102,31 +100,6 @@ def test_40_answers_are_bounded(jobs, monkeypatch):
     stranger = Stranger(publisher._server.url, jobs.feeds("engine").subscribe(FEED, timeout_s=WAIT_S))
     assert stranger.read([[0, [0, 0], [1024, 1000], None]] * 20) == 400
     assert stranger.read([[0, [0, 0], [1024, 1000], None]]) == 200
-    monkeypatch.setattr(part_server, "MAX_CONNECTIONS", 4)
-    server = PartServer(publisher._folder, "127.0.0.1", 5.0)
-    try:
-        server.open("token")
-        host, _, port = server.url.rpartition(":")
-        kept = [socket.create_connection((host, int(port))) for _ in range(4)]
-        time.sleep(0.2)
-        with socket.create_connection((host, int(port))) as refused:
-            refused.settimeout(5.0)
-            assert refused.recv(1) == b""
-        for connection in kept:
-            connection.close()
-        deadline, status = time.monotonic() + WAIT_S, 0
-        while status != 404 and time.monotonic() < deadline:
-            connection = HTTPConnection(server.url, timeout=5.0)
-            try:
-                connection.request("GET", "/nothing")
-                status = connection.getresponse().status
-            except OSError:
-                time.sleep(0.05)
-            finally:
-                connection.close()
-        assert status == 404
-    finally:
-        server.close()
 
 
 def test_40_nothing_is_unpickled():
