@@ -3,11 +3,13 @@
 import ast
 import json
 import time
+from datetime import UTC, datetime, timedelta
 from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
 import torch
+from support.certificates import Authority
 
 import dtckpt
 from dtckpt import Subscriber, errors
@@ -15,7 +17,7 @@ from dtckpt.checkpoint.live import publisher as publisher_module
 from dtckpt.checkpoint.live import sources
 from dtckpt.checkpoint.live.versions import save_of_version
 
-from .jobs_here import FEED, WAIT_S, blank, files, publish
+from .jobs_here import FEED, WAIT_S, blank, files, has_step, publish
 
 
 @pytest.mark.parametrize("way", ["mapped", "http"])
@@ -100,6 +102,39 @@ def test_40_answers_are_bounded(jobs, monkeypatch):
     stranger = Stranger(publisher._server.url, jobs.feeds("engine").subscribe(FEED, timeout_s=WAIT_S))
     assert stranger.read([[0, [0, 0], [1024, 1000], None]] * 20) == 400
     assert stranger.read([[0, [0, 0], [1024, 1000], None]]) == 200
+
+
+@pytest.mark.parametrize("fault", ["", "authority", "expired", "name", "plaintext"])
+def test_40_data_by_tls(jobs, monkeypatch, tmp_path, over_http, fault):
+    """A reader takes nothing from a source that it cannot trust, and says why."""
+    ours = Authority(tmp_path / "ours", "trainer.example" if fault == "name" else "127.0.0.1")
+    if fault == "expired":
+        ours.issue(ours.cert, ours.key, "127.0.0.1", not_after=datetime.now(UTC) - timedelta(days=1))
+    if fault != "plaintext":
+        monkeypatch.setenv("DTCKPT_DATA_CA", str(ours.ca))
+        monkeypatch.setenv("DTCKPT_DATA_CERT", str(ours.cert))
+        monkeypatch.setenv("DTCKPT_DATA_KEY", str(ours.key))
+    publish(jobs.publisher(), 1)
+    for name in ("CERT", "KEY"):
+        monkeypatch.delenv(f"DTCKPT_DATA_{name}", raising=False)
+    trusted = Authority(tmp_path / "theirs") if fault == "authority" else ours
+    monkeypatch.setenv("DTCKPT_DATA_CA", str(trusted.ca))
+    target = blank()
+    with Subscriber(FEED, target) as subscriber:
+        if fault:
+            text = {
+                "authority": "not to be trusted at 127.0.0.1, as DTCKPT_DATA_CA says",
+                "expired": "certificate has expired",
+                "name": "IP address mismatch",
+                "plaintext": "serves its parts in plaintext, and DTCKPT_DATA_CA asks for TLS",
+            }[fault]
+            with pytest.raises(errors.SourceLostError, match=rf"cannot be read: client 0: host .*{text}"):
+                jobs.fetch(subscriber)
+        if fault == "name":
+            monkeypatch.setenv("DTCKPT_DATA_SERVER_NAME", "trainer.example")
+        if fault in ("", "name"):
+            assert jobs.update(subscriber).step == 1
+        assert has_step(target, 1) == (fault in ("", "name"))
 
 
 def test_40_nothing_is_unpickled():

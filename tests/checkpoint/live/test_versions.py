@@ -20,7 +20,7 @@ def test_locations_there_and_back(feed, step):
 
 @pytest.mark.parametrize(
     "text",
-    ["live://policy@", "live://policy@x", "live://a@1@2", "live://policy@-1", "live://host:5", "live://host:x/policy"],
+    ["live://policy@", "live://policy@x", "live://a@1@2", "live://policy@-1", "live://h:5", "live://h:x/policy"],
 )
 def test_locations_that_are_none(text):
     with pytest.raises(ConfigError, match="expected live://feed"):
