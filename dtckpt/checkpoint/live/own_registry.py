@@ -69,7 +69,7 @@ class OwnRegistry:
         Collective: Round ``registry`` of the operation.
 
         Raises:
-            ConfigError: It cannot listen at the address.
+            ConfigError: The address cannot be used.
         """
 
         def work() -> bytes:
@@ -127,7 +127,7 @@ class RegistryProcess:
         address: ``host:port``.
 
     Raises:
-        ConfigError: It cannot listen there.
+        ConfigError: The address cannot be used.
     """
 
     def __init__(self, address: str) -> None:

@@ -60,7 +60,7 @@ class LiveLocation(NamedTuple):
 
 
 def validate_registry(address: str) -> None:
-    """Refuse an address at which no registry can be. Raises: ConfigError: It is none."""
+    """Refuse an address at which no registry can be. Raises: ConfigError: The address is malformed."""
     match = re.fullmatch(_ADDRESS, address)
     if match is None or not 0 < int(match["port"]) < 1 << 16:
         raise ConfigError(f"registry is {address!r}; expected host:port, with a port from 1 to 65535")

@@ -73,7 +73,7 @@ class DataTls:
         """Refuse a source that serves in plaintext, if this client takes parts by TLS only.
 
         Raises:
-            StoragePermissionError: It does.
+            StoragePermissionError: The source is refused.
         """
         if self.is_required:
             raise StoragePermissionError(

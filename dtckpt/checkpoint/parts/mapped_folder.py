@@ -13,7 +13,7 @@ from dtckpt.errors import CheckpointCorruptError
 
 
 class MappedFolder:
-    """The parts of a folder of this host, as a `Transport`.
+    """The parts of a folder of this host, as a `PartTransport`.
 
     Args:
         folder: The folder.
@@ -27,7 +27,7 @@ class MappedFolder:
         self._parts: dict[tuple[SaveId, int], OpenPart] = {}
 
     def index_file(self, save: SaveId, client: int) -> bytes:
-        """As `Transport.index_file`."""
+        """As `PartTransport.index_file`."""
         try:
             return self.folder.index_file(save, client)
         except FileNotFoundError as error:
@@ -42,7 +42,7 @@ class MappedFolder:
             index: The index, if it is known already.
 
         Raises:
-            CheckpointCorruptError: It is gone, or cannot be read.
+            CheckpointCorruptError: The part is gone, or cannot be read.
         """
         part = self._parts.get((save, client))
         if part is None:
@@ -57,7 +57,7 @@ class MappedFolder:
         return CheckpointCorruptError(f"host {self.host}: the part of client {client} has gone: {error}")
 
     def read(self, save: SaveId, client: int, boxes: Sequence[BoxRequest]) -> int:
-        """As `Transport.read`. Strided and converted targets cost no memory."""
+        """As `PartTransport.read`. Strided and converted targets cost no memory."""
         part = self.open(save, client)
         for each in boxes:
             if each.seed is not None:
@@ -67,5 +67,5 @@ class MappedFolder:
         return sum(each.nbytes for each in boxes)
 
     def close(self) -> None:
-        """As `Transport.close`."""
+        """As `PartTransport.close`."""
         self._parts.clear()

@@ -25,8 +25,8 @@ def is_wanted() -> bool:
     """Whether the environment asks for NIXL.
 
     Raises:
-        DependencyError: It does, and the package is missing.
-        ConfigError: It asks for TLS, too.
+        DependencyError: The environment asks for NIXL, and the package is missing.
+        ConfigError: The environment asks for NIXL and for TLS.
     """
     if os.environ.get(VARIABLE) != "1":
         return False

@@ -59,7 +59,7 @@ class _RemotePart:
 
 
 class NixlReads:
-    """A source whose memory is read by NIXL, as a `Transport`.
+    """A source whose memory is read by NIXL, as a `PartTransport`.
 
     Args:
         peer: The server of the source.
@@ -75,11 +75,11 @@ class NixlReads:
         self._parts: dict[tuple[SaveId, int], _RemotePart | None] = {}
 
     def index_file(self, save: SaveId, client: int) -> bytes:
-        """As `Transport.index_file`."""
+        """As `PartTransport.index_file`."""
         return self._peer.index_file(save, client)
 
     def read(self, save: SaveId, client: int, boxes: Sequence[BoxRequest]) -> int:
-        """As `Transport.read`."""
+        """As `PartTransport.read`."""
         part = self._part(save, client)
         nbytes, others = 0, []
         for each in boxes:
@@ -131,7 +131,7 @@ class NixlReads:
             raise StorageError(f"host {self.host}: read a part by NIXL: {error}") from error
 
     def close(self) -> None:
-        """As `Transport.close`. A source whose readers do not say goodbye may refuse later ones."""
+        """As `PartTransport.close`. A source whose readers do not say goodbye may refuse later ones."""
         with self._lock:
             parts, self._parts = list(self._parts.values()), {}
         for part in parts:
@@ -210,7 +210,7 @@ class _Reader:
 
 
 def _named(call: Any, *args: Any) -> Any:
-    """Make a call to NIXL, whose errors have no common class. Raises: NixlError: It fails."""
+    """Make a call to NIXL, whose errors have no common class. Raises: NixlError: The call fails."""
     try:
         return call(*args)
     except Exception as error:

@@ -31,7 +31,7 @@ from dtckpt.checkpoint.parts.mapped_folder import MappedFolder
 from dtckpt.checkpoint.parts.open_part import piece_digest, piece_seed
 from dtckpt.checkpoint.parts.records import PartCopy, PartIndex, SaveId
 from dtckpt.checkpoint.parts.server import MAX_BOXES
-from dtckpt.checkpoint.parts.transports import BoxRequest, Transport
+from dtckpt.checkpoint.parts.transports import BoxRequest, PartTransport
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
 from dtckpt.checkpoint.reading.piece_reads import PieceInfo
@@ -95,7 +95,7 @@ class PartHolder:
     """
 
     name: str
-    source: Transport
+    source: PartTransport
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -30,7 +30,7 @@ _Filled = tuple[BoxRequest, memoryview]
 
 
 class Peer:
-    """The server of one client on another host, as a `Transport`. Each request opens a new connection.
+    """The server of one client on another host, as a `PartTransport`. Each request opens a new connection.
 
     Args:
         url: ``host:port``, or ``https://host:port``.
@@ -91,15 +91,15 @@ class Peer:
         return files
 
     def index_file(self, save: SaveId, client: int) -> bytes:
-        """As `Transport.index_file`."""
+        """As `PartTransport.index_file`."""
         return self._get(f"/v1/indexes/{save.name}/{client}", "read indexes")
 
     def nixl_offer(self, save: SaveId, client: int) -> bytes:
-        """Return how NIXL reaches the memory of a client's part. Raises: StorageError: It does not."""
+        """Return how NIXL reaches the memory of a client's part. Raises: StorageError: The host refuses."""
         return self._get(f"/v1/nixl/{save.name}/{client}", "ask for NIXL")
 
     def close(self) -> None:
-        """As `Transport.close`: no connection is kept."""
+        """As `PartTransport.close`: no connection is kept."""
 
     def announce(self, save: SaveId, client: int, boxes: bytes) -> None:
         """Announce the boxes of a client's parts that this reader reads.
@@ -117,7 +117,7 @@ class Peer:
             self._answer_to(connection)
 
     def read(self, save: SaveId, client: int, boxes: Sequence[BoxRequest]) -> int:
-        """As `Transport.read`."""
+        """As `PartTransport.read`."""
         with ExitStack() as delivery:
             filled = [(each, delivery.enter_context(each.memory())) for each in boxes]
             nbytes, misfits = self._read(save, client, filled)

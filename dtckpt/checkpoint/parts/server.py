@@ -487,7 +487,7 @@ class _PartHandler(BaseHTTPRequestHandler):
         return length
 
     def _body(self, limit: int) -> bytes:
-        """Return the body of a request. Raises: _RefusedError: It is too long, or ends too early."""
+        """Return the body of a request. Raises: _RefusedError: The body is too long, or ends too early."""
         length = self._length(limit)
         self._expect(self.server.timeout_s + length / MIN_RATE)
         data = self.rfile.read(length)

@@ -1,4 +1,4 @@
-"""`Transport`: how the parts of a save get from one source into a reader's memory.
+"""`PartTransport`: how the parts of a save get from one source into a reader's memory.
 
 ======  ===========================================================================================================
 mapped  the source is on this host: its memory is mapped, and copied from (`dtckpt.checkpoint.parts.mapped_folder`)
@@ -69,7 +69,7 @@ class BoxRequest:
         convert(elements, self.target)
 
 
-class Transport(Protocol):
+class PartTransport(Protocol):
     """The way to the parts of one source. Thread-safe.
 
     * After `read`, every box is in its target. A box with a digest was compared with it there. A box without a digest
@@ -98,4 +98,4 @@ class Transport(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of the source. It may be read again."""
+        """Let go of the source, which may be read again."""

@@ -21,7 +21,7 @@ from dtckpt.checkpoint.parts.open_part import piece_digest, piece_seed
 from dtckpt.checkpoint.parts.peers import Peer
 from dtckpt.checkpoint.parts.records import PartBox, PartIndex, PartPiece, PartTensor, SaveId
 from dtckpt.checkpoint.parts.server import PartServer
-from dtckpt.checkpoint.parts.transports import BoxRequest, Transport
+from dtckpt.checkpoint.parts.transports import BoxRequest, PartTransport
 from dtckpt.checkpoint.reading.pieces import c_strides
 from dtckpt.errors import CheckpointCorruptError, ConfigError, DependencyError, StorageError
 from dtckpt.layout.region import Region
@@ -96,7 +96,7 @@ def source(request, tmp_path, monkeypatch):
 
 
 def test_it_is_a_transport(source):
-    transport: Transport = source.transport
+    transport: PartTransport = source.transport
     assert (transport.kind, transport.host) == (source.kind.removesuffix("s"), "there")
     assert transport.index_file(SAVE, 1) == source.files[SAVE][0].to_bytes()
 
