@@ -32,6 +32,7 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.leaves import torch_dtype
 from dtckpt.checkpoint.live.fan_out import MAX_COPIES
 from dtckpt.checkpoint.live.feed_client import feed_client
+from dtckpt.checkpoint.live.own_registry import OwnRegistry
 from dtckpt.checkpoint.live.pulls import PullService
 from dtckpt.checkpoint.live.version_checkpoint import index_digest
 from dtckpt.checkpoint.live.versions import (
@@ -107,7 +108,7 @@ class Publisher:
     """Publishes versions of a job's state to a feed. A context manager.
 
     Collective: Over all clients of the job, with the same arguments but ``folder`` and ``address``; barrier
-    ``live/open``.
+    ``live/open``, and ``live/registry`` before it if there is a registry.
 
     Args:
         name: Name of the feed, in the coordinator.
@@ -121,9 +122,11 @@ class Publisher:
         address: Address at which readers reach this client. Default: the address from which it reaches ``MASTER_ADDR``.
         options: Of these, ``timeout_s`` and ``chunk_nbytes`` count, and how copies of one value are told apart.
         timeout_s: Longest wait of `publish` for memory, and of readers' requests, in seconds.
+        registry: ``host:port`` at which client 0 runs the registry of the feed, where there is no coordinator. Readers
+            are given the same address. Default: the coordinator.
 
     Raises:
-        ConfigError: A value is out of range, or there is no coordinator.
+        ConfigError: A value is out of range, there is no coordinator, or the registry cannot listen at its address.
         FencedError: Another job, or a newer attempt of this one, publishes the feed.
         CoordinatorPermissionError: The token of this job may not publish it.
         StorageError: The folder cannot be made.
@@ -140,6 +143,7 @@ class Publisher:
         address: str | None = None,
         options: SaveOptions | None = None,
         timeout_s: float = 60.0,
+        registry: str | None = None,
     ) -> None:
         validate_feed(name)
         if type(keep) is not int or not 1 <= keep <= MAX_KEEP:
@@ -152,6 +156,7 @@ class Publisher:
         self._timeout_s = timeout_s
         self._options = options or SaveOptions()
         self._coordination = current_coordination()
+        self._own_registry = None if registry is None else OwnRegistry(registry, self._coordination)
         member = self._coordination.member
         self._client = member.client
         self._host = host_name()
@@ -177,7 +182,8 @@ class Publisher:
         collective = Collective(self._coordination, "live", self._options.timeout_s)
 
         def introduce() -> tuple[None, bytes]:
-            self._feeds = feed_client(self._coordination)
+            own = self._own_registry
+            self._feeds = feed_client(self._coordination) if own is None else own.feeds()
             self._folder.make()
             self._folder.remove_spare_of_the_dead()
             try:
@@ -196,6 +202,8 @@ class Publisher:
             return None, json.dumps([self._server.url, self._host, token, number, self.keep]).encode()
 
         with collective.process_lock():
+            if self._own_registry is not None:
+                self._own_registry.start(collective)
             _, payloads = collective.run_round_with_value("open", introduce, phase="plan")
         facts = {client: json.loads(data) for client, data in payloads.items()}
         _, _, token, number, keep = facts[collective.leader]
@@ -480,7 +488,7 @@ class Publisher:
                 self._await_readers(feeds, time.monotonic() + (0.0 if has_failed else self._timeout_s))
             except DtckptError as error:
                 logger.warning("feed %r ends, and the coordinator does not know yet: %s", self.name, error)
-        self._end()
+        self._end(0.0 if has_failed else self._timeout_s)
 
     def _await_readers(self, feeds: FeedClient, deadline: float) -> None:
         """Retire all versions, and free them as readers let go of them. Raises: The coordinator does not answer."""
@@ -495,9 +503,11 @@ class Publisher:
                     self._free(number, save)
             time.sleep(POLL_S if self._held else 0.0)
 
-    def _end(self) -> None:
+    def _end(self, wait_s: float = 0.0) -> None:
         if self._feeds is not None:
             self._feeds.abandon(self.name)
+        if self._own_registry is not None:
+            self._own_registry.end(wait_s)
         if self._server is not None:
             self._server.close()
         self._server = self._feeds = None

@@ -116,6 +116,11 @@ class OpenPart:
         for number, piece in enumerate(self.index.pieces):
             self._numbers.setdefault(self.index.tensors[piece.tensor].name, []).append(number)
 
+    @property
+    def memory(self) -> np.ndarray[Any, Any]:
+        """The bytes of the part."""
+        return np.frombuffer(self._data, np.uint8)
+
     def tensor(self, number: int) -> PartTensor:
         """Return the tensor of a piece."""
         return self.index.tensors[self.index.piece(number).tensor]
