@@ -1,12 +1,12 @@
 """Live versions: a trainer with FSDP2 on two processes publishes, other jobs take the version onto their mesh.
 
-Run: ``python -m benchmarks.live [--mib 1024] [--layers 8] [--rounds 5] [--fan-out-mib 128] [--torchstore PYTHON]``.
+Run: ``python -m benchmarks.live [--mib 1024] [--layers 8] [--rounds 5] [--fan-out-mib 128] [--torchstore FOLDERS]``.
 The model is bfloat16. Each job is a set of processes, with a coordinator beside them; all are on one machine.
 
 * times: `publish` until the version is readable, and the read until every process has verified it, beside the target
   and in place. Beside them: a plain copy of the same bytes into files in memory, and one from there; ``full_tensor()``
-  with a broadcast; DCP's save and load through ``/dev/shm``; torchstore's shared memory, with ``--torchstore`` the
-  Python of an environment that has it. None of these verifies a byte.
+  with a broadcast; DCP's save and load through ``/dev/shm``; torchstore's shared memory, if ``--torchstore``
+  names the folders that have it and torchmonarch. None of these verifies a byte.
 * bytes: received of the least that is possible; with 1 % of the elements changed, and with the adapter changed alone;
   the copies that the trainer sends to eight hosts that serve the version on.
 * cost: the time that `publish` blocks beside a plain copy, and training steps with and without. Eight readers that start
@@ -161,11 +161,15 @@ class Benchmark:
 
     def torchstore(self, mesh: tuple[int, ...]) -> float | None:
         """Return the seconds of torchstore's put and get through shared memory; None if it is not there."""
-        python = self.arguments.torchstore
-        if python is None or len(mesh) > 1:
+        folders, sizes = self.arguments.torchstore, (self.arguments.mib, self.arguments.layers, self.arguments.rounds)
+        if not folders or len(mesh) > 1:
             return None
-        words = [python, str(TORCHSTORE), str(self.arguments.mib), str(self.arguments.layers), str(self.arguments.rounds)]
-        found = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=600, check=False).stdout
+        words = [sys.executable, str(TORCHSTORE), *map(str, sizes)]
+        environment = {**os.environ, "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
+        # It aborts at its exit, after its results.
+        found = subprocess.run(
+            words, stdout=subprocess.PIPE, text=True, timeout=600, check=False, env=environment
+        ).stdout
         lines = [line for line in found.splitlines() if line.startswith("seconds ")]
         if not lines:
             print("torchstore: no figures", file=sys.stderr)
@@ -257,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fan-out-mib", type=int, default=128, help="size of the model for eight readers")
-    parser.add_argument("--torchstore", metavar="PYTHON", default=os.environ.get("DTCKPT_TORCHSTORE_PYTHON"))
+    parser.add_argument("--torchstore", metavar="FOLDERS", default=os.environ.get("DTCKPT_TORCHSTORE", ""))
     parser.add_argument("--folder", default=None, help="where files are; default the system's temporary folder")
     arguments = parser.parse_args(argv)
     memory, files = Path(tempfile.mkdtemp(dir="/dev/shm")), Path(tempfile.mkdtemp(dir=arguments.folder))  # noqa: S108

@@ -1,6 +1,6 @@
 """The jobs of `benchmarks.live`: processes that do what the benchmark asks, one call at a time.
 
-Every job has a process group and a place at the coordinator of its own; the benchmark's process only asks.
+Every job has a separate process group and place at the coordinator; the benchmark's process only asks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """torchstore through shared memory, for `benchmarks.live`: two writers split by rows, two readers as its tensor parallel job.
 
-Run by the Python of an environment with torchstore and torchmonarch: ``python live_torchstore.py MIB LAYERS ROUNDS``.
-Prints the median seconds of a put and a get. It imports nothing of dtckpt.
+Run with torchstore and torchmonarch in ``PYTHONPATH``: ``python live_torchstore.py MIB LAYERS ROUNDS``. Prints the median
+seconds of a put and a get. It imports nothing of dtckpt.
 """
 
 from __future__ import annotations

@@ -593,9 +593,10 @@ class Publisher:
             time.sleep(POLL_S if self._held else 0.0)
 
     def _end(self) -> None:
-        if self._is_open:
-            _open_feeds[self._coordination].discard(self.name)
-            self._is_open = False
+        if not self._is_open:
+            return
+        _open_feeds[self._coordination].discard(self.name)
+        self._is_open = False
         if self._feeds is not None:
             self._feeds.abandon(self.name)
         if self._server is not None:

@@ -85,18 +85,16 @@ def test_tensors_of_any_strides_are_served(jobs):
             assert checkpoint.read("transposed", region).equal(tree["transposed"][region.slices()])
 
 
-class HeldBy:
-    """A reader that holds a version open, as a process of its own does."""
-
-    def __init__(self, jobs, job="slow"):
-        with jobs.being(job):
-            self.checkpoint = dtckpt.open_checkpoint("live://policy")
+def opened(jobs):
+    """Open the version as another job, which has a lease until it closes it."""
+    with jobs.being("slow"):
+        return dtckpt.open_checkpoint("live://policy")
 
 
 def test_the_exit_waits_for_readers(jobs):
     publisher, tree = jobs.publisher(timeout_s=WAIT_S), weights(1)
     with lend(publisher, 1, tree):
-        held = HeldBy(jobs).checkpoint
+        held = opened(jobs)
         assert held.read("a").equal(weights(1)["a"])
         read = []
 
@@ -118,7 +116,7 @@ def test_a_late_reader_gets_nothing_more(jobs, region):
     start = time.monotonic()
     with pytest.raises(errors.VersionLeasedError, match=r"leased by 'slow/.*waited for 0.3 s.* take a newer version"):  # noqa: SIM117
         with lend(publisher, 1, tree):
-            held = HeldBy(jobs).checkpoint
+            held = opened(jobs)
             assert held.read("a", region).equal(weights(1)["a"][region.slices()])
     assert time.monotonic() - start < WAIT_S
     train(tree)
@@ -140,7 +138,7 @@ def test_tensors_that_change_too_early_are_found(jobs, monkeypatch, region, mome
     """Situation 17: training breaks its word. A reader gets the old elements, or an error."""
     publisher, tree = jobs.publisher(), weights(1)
     with lend(publisher, 1, tree):
-        held = HeldBy(jobs).checkpoint
+        held = opened(jobs)
         if moment == "before":
             train(tree)
         elif moment == "sent":
@@ -177,7 +175,7 @@ def test_an_error_of_the_body_goes_first(jobs):
     publisher, tree = jobs.publisher(timeout_s=WAIT_S), weights(1)
     start = time.monotonic()
     with pytest.raises(KeyError, match="mine"), lend(publisher, 1, tree):
-        held = HeldBy(jobs).checkpoint
+        held = opened(jobs)
         raise KeyError("mine")
     assert time.monotonic() - start < WAIT_S / 2, "it waits for no reader"
     train(tree)
@@ -203,7 +201,7 @@ def test_one_loan_at_a_time(jobs):
 def test_a_publisher_that_is_closed_amid_a_loan(jobs):
     publisher, tree = jobs.publisher(timeout_s=0.2), weights(1)
     with lend(publisher, 1, tree):
-        held = HeldBy(jobs).checkpoint
+        held = opened(jobs)
         publisher.close()
         train(tree)
         with pytest.raises(errors.SourceLostError):
