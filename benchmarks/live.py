@@ -84,6 +84,7 @@ class Benchmark:
     def crew(self, member: type, size: int, job: str, *arguments: Any, host: str | None = None) -> Iterator[Crew]:
         crew = Crew(member, size, job, self.address, *arguments, host=host)
         try:
+            crew.answers()
             yield crew
         finally:
             crew.close()
@@ -97,8 +98,7 @@ class Benchmark:
             self.measure_cost(trainer)
         mib = min(mib, self.arguments.fan_out_mib)
         with self.crew(Trainer, 2, "small-trainer", SMALL, mib, layers, str(self.memory / SMALL), host="trainer") as trainer:
-            self.measure_fan_out(trainer, mib)
-            self.measure_cold_start(trainer, mib)
+            self.measure_eight(trainer, mib)
         return [self.times, self.bytes, self.costs]
 
     def _reader(self, name: str, mesh: tuple[int, ...], *, feed: str, mib: int, host: str, **options: Any) -> Any:
@@ -211,27 +211,33 @@ class Benchmark:
     def _note_cost(self, what: str, beside: str, one: float | None, other: float | None, wanted: str) -> None:
         self.costs.add_row(what, text(one), beside, text(other), ratio(one, other), wanted)
 
-    def measure_fan_out(self, trainer: Crew, mib: int) -> None:
+    def measure_eight(self, trainer: Crew, mib: int) -> None:
+        """Measure eight jobs of one process: as hosts that serve a version on, and as readers that start cold."""
+        with ExitStack() as stack:
+            readers = []
+            for number in range(NUM_HOSTS):
+                options = {"serve": True, "folder": str(self.memory / f"host-{number}"), "address": "127.0.0.1"}
+                facts = SMALL, mib, self.arguments.layers, (1,), str(self.memory / SMALL), options
+                readers.append(Crew(Reader, 1, f"reader-{number}", self.address, *facts, host=f"host-{number}"))
+                stack.callback(readers[-1].close)
+            for reader in readers:
+                reader.answers()
+            self.measure_fan_out(trainer, readers)
+            self.measure_cold_start(trainer, readers)
+
+    def measure_fan_out(self, trainer: Crew, hosts: Sequence[Crew]) -> None:
         """Count the bytes that the trainer sends when eight hosts begin together, and serve the version on."""
         trainer.call("publish")
-        with ExitStack() as stack:
-            hosts = [
-                stack.enter_context(
-                    self._reader(f"host-{number}", (1,), feed=SMALL, mib=mib, host=f"host-{number}", serve=True,
-                                 folder=str(self.memory / f"host-{number}"), address="127.0.0.1")
-                )
-                for number in range(NUM_HOSTS)
-            ]  # fmt: skip
-            for host in hosts:
-                host.ask("read", True)
-            for host in hosts:
-                host.answers()
-            sent = sum(sum(host.call("nbytes_from", "trainer")) for host in hosts)
-            whole = hosts[0].call("nbytes")[0][1]
+        for host in hosts:
+            host.ask("read", True)
+        for host in hosts:
+            host.answers()
+        sent = sum(sum(host.call("nbytes_from", "trainer")) for host in hosts)
+        whole = hosts[0].call("nbytes")[0][1]
         self._note_bytes(f"{NUM_HOSTS} hosts, sent by the trainer", sent, whole, "2")
 
-    def measure_cold_start(self, trainer: Crew, mib: int) -> None:
-        """Measure eight readers that restore for the first time, from memory and from files."""
+    def measure_cold_start(self, trainer: Crew, readers: Sequence[Crew]) -> None:
+        """Measure restores of eight jobs at one time, from memory and from files."""
         if not os.access(DROP_CACHES, os.W_OK):
             print(f"cold starts from files are not measured: {DROP_CACHES} cannot be written", file=sys.stderr)
             return
@@ -239,18 +245,15 @@ class Benchmark:
         trainer.call("save", path)
         trainer.call("publish")
         seconds: Seconds = {"live": [], "files": []}
+        for reader in readers:
+            reader.call("be_on", "trainer")
         for _ in range(self.arguments.rounds):
             for name, location in (("live", f"live://{SMALL}"), ("files", path)):
-                with ExitStack() as stack:
-                    readers = [
-                        stack.enter_context(self._reader(f"cold-{number}", (1,), feed=SMALL, mib=mib, host="trainer"))
-                        for number in range(NUM_HOSTS)
-                    ]
-                    os.sync()
-                    DROP_CACHES.write_text("3")
-                    for reader in readers:
-                        reader.ask("restore", location)
-                    seconds[name].append(max(found for reader in readers for found in reader.answers()))
+                os.sync()
+                DROP_CACHES.write_text("3")
+                for reader in readers:
+                    reader.ask("restore", location)
+                seconds[name].append(max(found for reader in readers for found in reader.answers()))
         live, files = median(seconds, "live"), median(seconds, "files")
         self._note_cost(f"{NUM_HOSTS} readers, from files", "from memory", files, live, ">= 2")
 

@@ -13,8 +13,7 @@ import shutil
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,13 @@ EVERY = 10
 """Of so many training steps one publishes."""
 
 
+_forks = multiprocessing.get_context("forkserver")
+# The modules are imported once, and not by each process.
+_forks.set_forkserver_preload(["benchmarks.live_jobs"])
+
+
 class Crew:
-    """The processes of one job.
+    """The processes of one job. They begin at once; `answers` waits for them.
 
     Args:
         member: The class whose methods are called; each process has one object.
@@ -55,20 +59,18 @@ class Crew:
     ) -> None:
         facts = {
             "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(),
-            "DTCKPT_JOB": job, "DTCKPT_COORDINATOR": coordinator, "OMP_NUM_THREADS": 1, **({"DTCKPT_HOST": host} if host else {}),
+            "DTCKPT_JOB": job, "DTCKPT_COORDINATOR": coordinator, **({"DTCKPT_HOST": host} if host else {}),
         }  # fmt: skip
-        spawn = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(size):
-            here, there = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(there, member, arguments), daemon=True)
-            with _environment(facts | {"RANK": rank, "LOCAL_RANK": rank}):
-                process.start()
+            here, there = _forks.Pipe()
+            own = {name: str(value) for name, value in {**facts, "RANK": rank, "LOCAL_RANK": rank}.items()}
+            process = _forks.Process(target=_serve, args=(there, own, member, arguments), daemon=True)
+            process.start()
             there.close()
             self._pipes.append(here)
             self._processes.append(process)
-        self.answers()
 
     def ask(self, method: str, *arguments: Any) -> None:
         """Let all processes begin a call."""
@@ -97,27 +99,15 @@ class Crew:
             process.kill()
 
 
-@contextmanager
-def _environment(facts: Mapping[str, object]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in facts}
-    os.environ.update({name: str(value) for name, value in facts.items()})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
-
-
 def _free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
-def _serve(pipe: Connection, member: type, arguments: Sequence[Any]) -> None:
+def _serve(pipe: Connection, facts: Mapping[str, str], member: type, arguments: Sequence[Any]) -> None:
     try:
+        os.environ.update(facts)
         torch.set_num_threads(1)
         dtckpt.init_process_group("gloo")
         does = member(*arguments)
@@ -320,6 +310,10 @@ class Reader:
         report = self.subscriber.report
         assert report is not None
         return report.nbytes_received, sum(part.nbytes for part in self.parts)
+
+    def be_on(self, host: str) -> None:
+        """Say from now on that this is another host."""
+        os.environ["DTCKPT_HOST"] = host
 
     def nbytes_from(self, host: str) -> int:
         """Return the bytes that came from a host, to be served on or not."""

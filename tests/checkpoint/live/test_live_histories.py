@@ -18,7 +18,8 @@ pytestmark = pytest.mark.processes
 SECONDS = 8.0
 EXPECTED = (
     "BarrierTimeoutError", "ClientFailedError", "ClientLostError", "CoordinationError", "CoordinatorUnavailableError",
-    "FencedError", "SourceLostError", "StorageFullError", "VersionGoneError", "VersionTimeoutError",
+    "FencedError", "SourceLostError", "StorageFullError", "VersionGoneError", "VersionLeasedError",
+    "VersionTimeoutError",
 )  # fmt: skip
 """What calls may raise here. No memory is damaged, so whoever finds damage has read what was freed."""
 NOTHING_YET = "CheckpointNotFoundError: there is no version at live://policy: "
