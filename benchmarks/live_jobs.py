@@ -14,6 +14,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -92,10 +93,11 @@ class Crew:
 
     def close(self) -> None:
         """End the processes."""
-        for pipe in self._pipes:
-            pipe.send(None)
+        with suppress(OSError, EOFError, RuntimeError):
+            for pipe in self._pipes:
+                pipe.send(None)
+            self.answers()
         for process in self._processes:
-            process.join(30.0)
             process.kill()
 
 
@@ -116,8 +118,10 @@ def _serve(pipe: Connection, facts: Mapping[str, str], member: type, arguments: 
             method, given = call
             pipe.send((True, getattr(does, method)(*given)))
         does.close()
+        pipe.send((True, None))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
+    os._exit(0)  # the threads of process groups end late
 
 
 def seconds_of(work: Callable[[], object]) -> float:
