@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.converting.convert import convert
     from dtckpt.checkpoint.converting.report import ConvertReport
     from dtckpt.checkpoint.converting.shared_export import ExportOptions
+    from dtckpt.checkpoint.live.lent_version import LentVersion
     from dtckpt.checkpoint.live.publisher import Publisher
     from dtckpt.checkpoint.live.subscriber import LiveReport, LiveVersion, StagedVersion, Subscriber
     from dtckpt.checkpoint.managing.interval import AutoInterval, optimal_interval
@@ -96,6 +97,7 @@ _MODULES = {
     "checkpoint.tiers.options": ("LocalTier",),
     "checkpoint.open": ("open_checkpoint",),
     "checkpoint.reading.checkpoint": ("Checkpoint",),
+    "checkpoint.live.lent_version": ("LentVersion",),
     "checkpoint.live.publisher": ("Publisher",),
     "checkpoint.live.subscriber": ("LiveReport", "LiveVersion", "StagedVersion", "Subscriber"),
     "checkpoint.reading.tensor_info": ("TensorInfo",),
@@ -167,6 +169,7 @@ __all__ = [
     "EnumMember",
     "ExportOptions",
     "Layout",
+    "LentVersion",
     "LiveReport",
     "LiveVersion",
     "LocalRestore",

@@ -246,6 +246,21 @@ class Checkpoint:
         """
         return False
 
+    def has_taken(self, name: str) -> bool:  # noqa: ARG002  as above
+        """Whether bytes of a tensor were read; no if all of them were held. The checkpoint may be closed. Local."""
+        return True
+
+    def has_elements(self, name: str, buffers: RegionBuffers) -> bool:  # noqa: ARG002  as above
+        """Whether any memory has the elements of regions of a tensor, as its digests tell. The checkpoint may be closed.
+
+        Local.
+
+        Args:
+            name: The tensor's name.
+            buffers: The regions, each with its memory.
+        """
+        return False
+
     def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:
         """Learn that a restore has read everything, and that some memory was filled with what other clients read.
 
