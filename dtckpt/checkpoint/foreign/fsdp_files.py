@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtckpt.checkpoint.foreign.deepspeed_fields import items, items_of, with_names
-from dtckpt.checkpoint.foreign.flat_vectors import FlatRange, tensor_of_ranges
+from dtckpt.checkpoint.foreign.flat_vectors import BoxCounts, FlatRange, FlatVectors, tensor_of_ranges
 from dtckpt.checkpoint.foreign.fsdp_fields import (
     FLAT,
     ShardedTensor,
@@ -153,6 +153,7 @@ class _FsdpReader:
         self._folder = folder
         # One for all: of many files, each could ask for the least that a file may.
         self.budget = ReadBudget(str(folder))
+        self._counts = BoxCounts(self.budget)
         self.tensors: dict[str, PieceTensor] = {}
         self.refused: dict[str, DtckptError] = {}
         self.notes: list[str] = []
@@ -277,11 +278,12 @@ class _FsdpReader:
             )
             whole = "/".join((*path, name_of_key(shards.name), *end))
             return {shards.name: self._take(PieceTensor(whole, shards.shape, shards.dtype, pieces))}
+        vectors = FlatVectors((vector for _, _, vector in shards.parts), shards.dtype)
         nodes = {}
         for name, (start, shape) in shards.inner.items():
             own = "/".join((*path, name_of_key(name), *end))
             ranges = shards.ranges(start, math.prod(shape))
-            nodes[name] = self._take(tensor_of_ranges(own, shape, shards.dtype, ranges, self.budget))
+            nodes[name] = self._take(tensor_of_ranges(own, shape, ranges, vectors, self._counts))
         return nodes
 
     def _take(self, tensor: PieceTensor) -> trees.Node:

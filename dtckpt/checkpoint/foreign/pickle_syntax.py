@@ -207,16 +207,39 @@ class _Machine:
     def run(self) -> Any:
         """Run the program to its end; return the value on the stack."""
         data, operations, sizes = self.data, _OPERATIONS, _NBYTES
+        stack, memo = self.stack, self.memo
+        position = made = 0
         while True:
-            code = data[self.position]
-            self.position += 1
-            self.made += sizes[code]
-            if self.made > _BATCH_NBYTES or code == _STOP:
-                self.budget.take(self.made)
-                self.made = 0
-            if code == _STOP:
-                return self.stack.pop()
-            operations[code](self)
+            code = data[position]
+            position += 1
+            made += sizes[code]
+            # The opcodes that most programs consist of, here: to call a method takes longer than to run them.
+            if code == _MEMOIZE:
+                memo.append(stack[-1])
+            elif code == _BINGET:
+                number = data[position]
+                position += 1
+                if memo[number] is _ABSENT:
+                    raise KeyError(number)
+                stack.append(memo[number])
+            elif code == _BININT1:
+                stack.append(data[position])
+                position += 1
+            elif code == _BINPUT and data[position] == len(memo):
+                memo.append(stack[-1])
+                position += 1
+            elif code == _MARK:
+                self.marks.append(len(stack))
+            else:
+                self.position, self.made = position, self.made + made
+                made = 0
+                if self.made > _BATCH_NBYTES or code == _STOP:
+                    self.budget.take(self.made)
+                    self.made = 0
+                if code == _STOP:
+                    return stack.pop()
+                operations[code](self)
+                position = self.position
 
     def take(self, count: int) -> bytes:
         """Return the next bytes of the program."""
@@ -361,7 +384,7 @@ def _paired(items: list[Any]) -> list[tuple[Any, Any]]:
 
 _BYTE, _SHORT, _INT, _UINT = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<i"), struct.Struct("<I")
 _ULONG, _DOUBLE = struct.Struct("<Q"), struct.Struct(">d")
-_STOP = ord(".")
+_STOP, _MARK, _MEMOIZE, _BINGET, _BINPUT, _BININT1 = b".(\x94hqK"
 _SET, _FROZENSET, _BYTEARRAY = (Global(f"builtins.{name}") for name in ("set", "frozenset", "bytearray"))
 _ABSENT = object()
 """In place of an object that has no number."""
