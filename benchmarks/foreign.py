@@ -1,12 +1,12 @@
-"""Open checkpoints of trainers: ``dtckpt inspect`` of 10 000 tensors in each format, and ZeRO 3 of 8 ranks to a 2x2 mesh.
+"""Open checkpoints of trainers: ``dtckpt inspect`` of 10 000 tensors in each format, and ZeRO 3 to another mesh.
 
 Run: ``python -m benchmarks.foreign [--tensors 10000] [--gib 4] [--rounds 5] [--folder PATH] [--deepspeed PYTHON]``.
 
-The files are made here, without the trainers: those of DeepSpeed by its rules, the others by ``dtckpt convert``. The time
-of ``inspect`` is that of the command less that of ``dtckpt inspect --help``. The ZeRO 3 checkpoint is written anew for a
-mesh of 2x2, beside ``cp`` and fsync of its files; each work is a process of its own, and the peak of its memory is that
-above what it has after its imports. With a Python that has DeepSpeed, its ``zero_to_fp32`` and ``ds_to_universal`` are
-measured, too.
+The files are made here, without the trainers: those of DeepSpeed by its rules, the others by ``dtckpt convert``. The
+time of ``inspect`` is that of the command less that of ``dtckpt inspect --help``. The ZeRO 3 checkpoint of 8 ranks is
+written anew for a mesh of 2x2, beside ``cp`` and fsync of its files. Each work is a process of its own, and the peak of
+its memory is that above what it has after its imports. With a Python that has DeepSpeed, its ``zero_to_fp32`` and
+``ds_to_universal`` are measured, too.
 """
 
 from __future__ import annotations
@@ -235,7 +235,8 @@ print(json.dumps([time.perf_counter() - start, (peak_kib() - before) / 1024]))
 _RESHARD = _PEAK.format(
     imports="from dtckpt import Layout, abstract_mesh\nfrom dtckpt.checkpoint.resharding.reshard import reshard\n"
     "from dtckpt.cli.options import return_freed_memory\nreturn_freed_memory()",
-    work="mesh = abstract_mesh({'data': 2, 'model': 2})\nlayout = Layout(['data', 'model'], mesh)\nlayouts = {'*.w': layout, '*.w/*': layout}\n"
+    work="mesh = abstract_mesh({'data': 2, 'model': 2})\nlayout = Layout(['data', 'model'], mesh)\n"
+    "layouts = {'*.w': layout, '*.w/*': layout}\n"
     "reshard(source, target, mesh=mesh, layouts=layouts, max_memory=256 << 20)",
 )
 _ZERO_TO_FP32 = _PEAK.format(

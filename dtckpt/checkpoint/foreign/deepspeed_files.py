@@ -153,7 +153,7 @@ class DeepspeedFiles:
         return self._streams[name]
 
     def _parse(self, data: bytes, where: str, budget: ReadBudget) -> Any:
-        """Return the value of a pickle. Most processes wrote the same, as did tensors of one shape; it is parsed once."""
+        """Return the value of a pickle. Files of most processes, and of tensors of one shape, have the same."""
         with self._lock:
             if data not in self._values:
                 self._values[data] = parse_pickle(data, where, budget)

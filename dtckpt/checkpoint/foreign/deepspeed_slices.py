@@ -1,10 +1,10 @@
 """Join the slices of tensor parallelism, by the patterns of names that DeepSpeed's files may have; pure.
 
-``universal_checkpoint_info`` in a model file has lists of patterns. A parameter that matches none of them is cut by rows::
+``universal_checkpoint_info`` in a model file has lists of patterns. A parameter that matches none is cut by rows::
 
     tp_replicated_parameter_patterns           each slice has the whole parameter
     parameter_with_row_parallelism_patterns    cut along dim 1
-    parameter_with_2_sub_params_cat_dim_0      two matrices, each of them cut by rows:  | gate 0 | up 0 |  | gate 1 | up 1 |
+    parameter_with_2_sub_params_cat_dim_0      two matrices, each cut by rows:  | gate 0 | up 0 |  | gate 1 | up 1 |
     parameter_to_average_patterns              the parameter is the mean of its slices
 
 Sources: deepspeed.checkpoint.constants, and merge_tp_slices in deepspeed.checkpoint.ds_to_universal.
@@ -77,7 +77,8 @@ def validate_version(info: Any, where: str, budget: ReadBudget) -> None:
     version = items_of(info, f"{where}: {INFO}", budget).get(VERSION)
     if version is not None and version not in VERSIONS:
         raise CheckpointVersionError(
-            f"{where} has {VERSION} {str(version)[:40]}, expected one of {', '.join(map(str, VERSIONS))}; upgrade dtckpt"
+            f"{where} has {VERSION} {str(version)[:40]}, expected one of {', '.join(map(str, VERSIONS))}; upgrade "
+            "dtckpt"
         )
 
 

@@ -125,8 +125,8 @@ def _layers(folder: Folder, names: Collection[str]) -> dict[int, list[str]]:
         missing = next((number for number in numbers if number not in found.get(slice_, {})), None)
         if missing is not None:
             raise CheckpointCorruptError(
-                f"{folder}/layer_{missing:02d}-model_{slice_:02d}-model_states.pt is missing; it would hold slice {slice_} "
-                f"of layer {missing}; use another copy, or restore another checkpoint"
+                f"{folder}/layer_{missing:02d}-model_{slice_:02d}-model_states.pt is missing; it would hold slice "
+                f"{slice_} of layer {missing}; use another copy, or restore another checkpoint"
             )
     return {slice_: list(own.values()) for slice_, own in found.items()}
 
@@ -268,7 +268,7 @@ class _Join:
 
 
 def _items(node: trees.Node) -> dict[Any, trees.Node]:
-    return {name: child for name, child in node["dict"]}
+    return dict(node["dict"])
 
 
 def _dict(items: Mapping[Any, trees.Node]) -> trees.Node:
@@ -375,7 +375,7 @@ class _Part:
         Raises:
             CheckpointCorruptError: The file of an expert is missing.
         """
-        found = {numbers: name for numbers, name in self._files.matching(EXPERT, mp)}
+        found = dict(self._files.matching(EXPERT, mp))
         if not found:
             return
         told = dict(self._files.model(mp)[0].rest).get("num_experts")
@@ -401,7 +401,7 @@ class _Part:
                 self._tree.refused.pop(self._name("module", each), None)
 
     def _optimizers_of_experts(self, slices: Sequence[int]) -> trees.Node | None:
-        """Return the node of the optimizers of the parts of a mixture's experts, without ZeRO; None if there are none."""
+        """Return the node of the optimizers of the parts of a mixture's experts, without ZeRO; None without such."""
         nodes: list[list[Any]] = []
         for mp in slices:
             for _, name in self._files.matching(EXPERT_OPTIMIZER, mp):
@@ -521,8 +521,8 @@ class _Part:
             return None
         if not fields.shapes and self._files.matching(EXPERT, mp):
             self._tree.notes.append(
-                f"{self._name('module')}: the 16-bit parameters; with experts the files do not have the shapes that ZeRO's "
-                "vectors are made of, so these are not read"
+                f"{self._name('module')}: the 16-bit parameters; with experts the files do not have the shapes that "
+                "ZeRO's vectors are made of, so these are not read"
             )
             return None
         first_file = next(

@@ -23,7 +23,6 @@ from typing_extensions import override
 from dtckpt.checkpoint.foreign.pickle_syntax import TENSOR_NBYTES, ReadBudget
 from dtckpt.checkpoint.reading.pieces import Extent, Piece, PieceTensor, RulePieces, c_strides
 from dtckpt.errors import CheckpointCorruptError
-from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.flat_range import flat_boxes
 
 

@@ -30,7 +30,6 @@ from dtckpt.checkpoint.foreign.torch_files import file_nbytes
 from dtckpt.checkpoint.foreign.zarr_arrays import ZarrArray, parse_zarr2
 from dtckpt.checkpoint.reading.pieces import MAX_SHOWN, Piece, PieceIndex, PieceTensor, c_strides
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError
-from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.names import DCP_METADATA_NAME, name_of_key
 from dtckpt.storage.chunk_reader import MAX_DOCUMENT_NBYTES
@@ -148,8 +147,8 @@ class _Reader:
         array = replace(self._parsed[data], path=key)
         if array.codec != NO_CODEC or array.separator != ".":
             raise CheckpointVersionError(
-                f"array {key[:200]!r} has codec {array.codec} and separator {array.separator!r}, expected none and '.' as "
-                "Megatron writes them; convert it with the library that wrote it"
+                f"array {key[:200]!r} has codec {array.codec} and separator {array.separator!r}, expected none and '.' "
+                "as Megatron writes them; convert it with the library that wrote it"
             )
         return array
 

@@ -209,37 +209,40 @@ class _Machine:
         data, operations, sizes = self.data, _OPERATIONS, _NBYTES
         stack, memo = self.stack, self.memo
         position = made = 0
-        while True:
-            code = data[position]
-            position += 1
-            made += sizes[code]
-            # The opcodes that most programs consist of, here: to call a method takes longer than to run them.
-            if code == _MEMOIZE:
-                memo.append(stack[-1])
-            elif code == _BINGET:
-                number = data[position]
+        try:
+            while True:
+                code = data[position]
                 position += 1
-                if memo[number] is _ABSENT:
-                    raise KeyError(number)
-                stack.append(memo[number])
-            elif code == _BININT1:
-                stack.append(data[position])
-                position += 1
-            elif code == _BINPUT and data[position] == len(memo):
-                memo.append(stack[-1])
-                position += 1
-            elif code == _MARK:
-                self.marks.append(len(stack))
-            else:
-                self.position, self.made = position, self.made + made
-                made = 0
-                if self.made > _BATCH_NBYTES or code == _STOP:
-                    self.budget.take(self.made)
-                    self.made = 0
-                if code == _STOP:
-                    return stack.pop()
-                operations[code](self)
-                position = self.position
+                made += sizes[code]
+                # The opcodes that most programs consist of, here: to call a method takes longer than to run them.
+                if code == _MEMOIZE:
+                    memo.append(stack[-1])
+                elif code == _BINGET:
+                    number = data[position]
+                    position += 1
+                    if memo[number] is _ABSENT:
+                        raise KeyError(number)
+                    stack.append(memo[number])
+                elif code == _BININT1:
+                    stack.append(data[position])
+                    position += 1
+                elif code == _BINPUT and data[position] == len(memo):
+                    memo.append(stack[-1])
+                    position += 1
+                elif code == _MARK:
+                    self.marks.append(len(stack))
+                else:
+                    self.position, self.made = position, self.made + made
+                    made = 0
+                    if self.made > _BATCH_NBYTES or code == _STOP:
+                        self.budget.take(self.made)
+                        self.made = 0
+                    if code == _STOP:
+                        return stack.pop()
+                    operations[code](self)
+                    position = self.position
+        finally:
+            self.position = max(self.position, position)  # for the message of an error
 
     def take(self, count: int) -> bytes:
         """Return the next bytes of the program."""

@@ -184,7 +184,7 @@ class Bundle:
 
         Raises:
             CheckpointCorruptError: One is damaged, or there is no header.
-            CheckpointVersionError: The elements are big endian.
+            CheckpointVersionError: The elements are big endian, or the format is newer.
         """
         entries = dict(table)
         try:
@@ -193,14 +193,16 @@ class Bundle:
             versions = dict(fields(_data(header.get(3, b""))))
             if (least := _int64(versions.get(2, 0))) > _VERSION:
                 raise CheckpointVersionError(
-                    f"{where} is for readers of version {least} and later, expected {_VERSION}; upgrade dtckpt, or write "
-                    "it anew with TensorFlow"
+                    f"{where} is for readers of version {least} and later, expected {_VERSION}; upgrade dtckpt, or "
+                    "write it anew with TensorFlow"
                 )
             if header.get(2, 0) != 0:
                 raise CheckpointVersionError(f"{where} is of a big endian machine, expected a little endian one")
             if type(num_shards) is not int or not 0 <= num_shards <= _MAX_SHARDS:
                 raise ValueError(f"it has {num_shards!r:.40} data files")
             parsed = {key: BundleEntry.parse(value) for key, value in entries.items()}
+        except CheckpointVersionError:
+            raise
         except (KeyError, IndexError, ValueError, struct.error) as error:
             raise CheckpointCorruptError(f"{where} is damaged: {error!r:.120}; restore another checkpoint") from None
         return cls(num_shards, parsed, stem, where)
@@ -269,6 +271,15 @@ class Bundle:
         crc = entry.crc
         checked = None if crc is None else CheckedBytes(entry.offset, nbytes, crc, is_castagnoli=True)
         return Piece(region, self.file(entry.shard), entry.offset, checked=checked)
+
+
+def key_of(path: Sequence[str]) -> str:
+    """Return the name of the value of the object at a path.
+
+    >>> key_of(("model", "d", "x.y/z"))
+    'model/d/x..y.Sz/.ATTRIBUTES/VARIABLE_VALUE'
+    """
+    return "/".join(key.replace(".", "..").replace("/", ".S") for key in path) + VALUE_SUFFIX
 
 
 def path_of(name: str) -> tuple[str, ...] | None:

@@ -120,7 +120,7 @@ Extent = tuple[str, int, int]
 class RulePieces(Sequence[Piece]):
     """The pieces of a whole tensor that follow from a rule, and are made only when they are asked for.
 
-    A checkpoint may have many pieces for each process, and a command that lists its tensors needs none of them. The rule
+    A checkpoint may have many pieces for each process, and a command that lists its tensors needs none. The rule
     promises what `PieceTensor` checks of other pieces: they fill the tensor, do not overlap, lie in the extents, and
     each is in C order.
     """

@@ -1,4 +1,4 @@
-"""Tensor parallelism, pipelines with it, and experts: checkpoints of DeepSpeed made by its rules, joined as they tell."""
+"""Tensor parallelism, pipelines with it, and experts: checkpoints of DeepSpeed made by its rules."""
 
 import re
 

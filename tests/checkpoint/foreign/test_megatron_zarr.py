@@ -1,4 +1,4 @@
-"""Megatron's checkpoints of the kind ``zarr``, written by its rules: one array for each tensor, beside ``common.pt``."""
+"""Megatron's checkpoints of the kind ``zarr``, written by its rules: an array for each tensor, and ``common.pt``."""
 
 import json
 import shutil
