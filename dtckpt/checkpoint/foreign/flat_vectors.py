@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import overload
 
 from typing_extensions import override
 
@@ -102,25 +101,12 @@ class FlatPieces(RulePieces):
         self.key = key
         self.dtype = vectors.dtype
         self._shape = shape
-        self._boxes = boxes
+        self._count, self.largest_shape = boxes
         self._ranges = ranges
 
     @override
     def __len__(self) -> int:
-        return self._boxes[0]
-
-    @property
-    @override
-    def largest_shape(self) -> tuple[int, ...]:
-        return self._boxes[1]
-
-    @overload
-    def __getitem__(self, position: int) -> Piece: ...
-    @overload
-    def __getitem__(self, position: slice) -> Sequence[Piece]: ...
-    @override
-    def __getitem__(self, position: int | slice) -> Piece | Sequence[Piece]:
-        return list(self)[position]
+        return self._count
 
     @override
     def __iter__(self) -> Iterator[Piece]:

@@ -28,6 +28,7 @@ from dtckpt.checkpoint.foreign import (
 from dtckpt.checkpoint.foreign.chunk_files import ChunkFiles, ChunkIndex
 from dtckpt.checkpoint.foreign.piece_files import PieceFiles
 from dtckpt.checkpoint.foreign.safetensors_index import validate_alone
+from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.reading.pieces import PieceIndex, is_file_name
 from dtckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointVersionError, capped
@@ -184,10 +185,11 @@ def open_foreign(where: Location) -> CheckpointFiles | None:
         found = _found(where)
         if found is None:
             return None
-        index = found.form.read_index(found.folder, found.names)
-        if isinstance(index, ChunkIndex):
-            return ChunkFiles(found.folder, index)
-        return PieceFiles(found.folder, index, is_remote=is_remote(where))
+        with gc_paused():
+            index = found.form.read_index(found.folder, found.names)
+            if isinstance(index, ChunkIndex):
+                return ChunkFiles(found.folder, index)
+            return PieceFiles(found.folder, index, is_remote=is_remote(where))
 
 
 @dataclass(frozen=True, slots=True)

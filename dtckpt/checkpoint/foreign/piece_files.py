@@ -88,7 +88,7 @@ class PieceFiles(CheckpointFiles):
         self._locator = PieceLocator(folder, self._read_bytes)
         self._places: dict[Piece, Piece] = {}
         self._sound: set[tuple[str, CheckedBytes]] = set()
-        sizes = index.file_nbytes()
+        sizes = index.file_nbytes
         with translate_errors("look for the files of the checkpoint", folder, is_read=True):
             if (short := folder.find_short_file(sizes)) is not None:
                 raise MalformedError(

@@ -17,7 +17,6 @@ are checked before memory is taken. Sharded tensors have up to tens of thousands
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -109,7 +108,9 @@ class Piece:
         """Return the byte behind the last element of the box, or behind the stream."""
         if self.stream_nbytes is not None:
             return self.offset + self.stream_nbytes
-        last = sum((size - 1) * step for size, step in zip(self.region.shape, self.element_strides, strict=True))
+        if self.strides is None:
+            return self.offset + itemsize * self.region.numel
+        last = sum((size - 1) * step for size, step in zip(self.region.shape, self.strides, strict=True))
         return self.offset + itemsize * (last + 1)
 
 
@@ -117,7 +118,7 @@ Extent = tuple[str, int, int]
 """A file, a first byte in it, and the byte behind the last."""
 
 
-class RulePieces(Sequence[Piece]):
+class RulePieces:
     """The pieces of a whole tensor that follow from a rule, and are made only when they are asked for.
 
     A checkpoint may have many pieces for each process, and a command that lists its tensors needs none. The rule
@@ -130,10 +131,16 @@ class RulePieces(Sequence[Piece]):
     key: object
     """What tells the pieces from those of other tensors with the same extents and shape."""
 
-    @property
-    @abstractmethod
-    def largest_shape(self) -> tuple[int, ...]:
-        """The shape of the largest piece. Raises: IndexError: There is none."""
+    largest_shape: tuple[int, ...]
+    """The shape of the largest piece."""
+
+    def __len__(self) -> int:
+        """Return the number of the pieces, without making them."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Make the pieces."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +164,7 @@ class PieceTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    pieces: Sequence[Piece]
+    pieces: tuple[Piece, ...] | RulePieces
     layout: Layout | None = None
     content: int | None = None
     elements: np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
@@ -289,26 +296,26 @@ class PieceIndex:
     files: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    file_nbytes: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    """By file, the bytes that it must have at least."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
         # Lists, not sets: a name that occurs twice is refused, too.
         if sorted(trees.tensor_names(self.structure)) != sorted(self.tensors):
             raise CheckpointCorruptError("the checkpoint contradicts itself: its tree does not name every tensor once")
+        sizes: dict[str, int] = {}
+        for file, _, stop in self.extents():
+            if stop > sizes.get(file, -1):
+                sizes[file] = stop
+        object.__setattr__(self, "file_nbytes", sizes)
         # Checked here for all readers: tensors may share bytes, and one tensor may repeat the same bytes many times.
         nbytes = sum(tensor.stored_nbytes for tensor in self.tensors.values())
-        if is_expanded_too_far(nbytes, stored := sum(self.file_nbytes().values())):
+        if is_expanded_too_far(nbytes, stored := sum(sizes.values())):
             raise CheckpointCorruptError(
                 f"the checkpoint and its index disagree: {nbytes} bytes of tensors would be made of "
                 f"{stored} bytes of files; restore another checkpoint"
             )
-
-    def file_nbytes(self) -> dict[str, int]:
-        """Return, by file, the bytes that it must have at least."""
-        sizes: dict[str, int] = {}
-        for file, _, stop in self.extents():
-            sizes[file] = max(sizes.get(file, 0), stop)
-        return sizes
 
     def held_in(self, file: str) -> str:
         """Return a text of the regions that a file holds, for a message: of the first tensors."""
