@@ -19,13 +19,14 @@ Source: deepspeed.runtime.engine (``_save_checkpoint``, ``_save_zero_checkpoint`
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any
 
 from dtckpt.checkpoint.foreign.deepspeed_fields import ModelFields, model_fields
+from dtckpt.checkpoint.foreign.file_reads import read_each
 from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget, parse_pickle
 from dtckpt.checkpoint.foreign.torch_files import TorchStream, file_nbytes, open_stream
 from dtckpt.errors import CheckpointCorruptError
@@ -51,7 +52,6 @@ _OPTIMIZERS = tuple(
     for end in ("_optim_states.pt", "optim_states.pt")
 )
 """Names of the optimizer files; before version 0.4, no underscore."""
-_NUM_THREADS = 16
 
 
 def is_file(name: str, head: bytes) -> bool:  # noqa: ARG001  (a file alone is a file of torch.save)
@@ -91,10 +91,10 @@ class DeepspeedFiles:
         below = self.folder / UNIVERSAL
         names = (
             [
-                f"{each}/{name}"
-                for each in below.names()
-                if (below.path / each).is_dir()
-                for name in (below / each).names()
+                f"{each.name}/{name}"
+                for each in os.scandir(below.path)
+                if each.is_dir()
+                for name in os.listdir(each.path)
             ]
             if isinstance(below, LocalFolder)
             else [name.removeprefix(f"{UNIVERSAL}/") for name in self.folder.names(f"{UNIVERSAL}/")]
@@ -136,8 +136,7 @@ class DeepspeedFiles:
 
     def open_all(self, names: Iterable[str]) -> list[TorchStream]:
         """Read files but for their elements. Blocks: on storage."""
-        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
-            return list(pool.map(self.open, names))
+        return read_each(self.folder, self.open, names)
 
     def open(self, name: str) -> TorchStream:
         """Read a file but for its elements. Blocks: on storage."""

@@ -288,9 +288,12 @@ class _Part:
         self._files = files
         self._tree = tree
         self._top = top
+        self._segments: dict[str, str] = {}
+        """By key, its form in names."""
 
     def _name(self, *path: str) -> str:
-        return "/".join((*self._top, *map(name_of_key, path)))
+        known = self._segments
+        return "/".join((*self._top, *(known.get(key) or known.setdefault(key, name_of_key(key)) for key in path)))
 
     def read(self, slices: Sequence[int], layers: Sequence[str]) -> trees.Node:
         """Return the node of the tree.

@@ -15,11 +15,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtckpt.checkpoint.foreign.deepspeed_fields import items, items_of, with_names
+from dtckpt.checkpoint.foreign.file_reads import read_each
 from dtckpt.checkpoint.foreign.flat_vectors import BoxCounts, FlatRange, FlatVectors, tensor_of_ranges
 from dtckpt.checkpoint.foreign.fsdp_fields import (
     FLAT,
@@ -45,7 +45,6 @@ KIND = "fsdp"
 TEMPLATE = "template.json"
 MAX_TEMPLATE_NBYTES = 64 << 20
 _OF_RANK = re.compile(r"(.*?)[-_.]?rank[-_.]?([0-9]{1,6})\.(?:pt|pth|bin)")
-_NUM_THREADS = 16
 
 
 def is_file(name: str, head: bytes) -> bool:  # noqa: ARG001  (a file alone is a file of torch.save)
@@ -167,8 +166,7 @@ class _FsdpReader:
             self.budget.grow(nbytes)
             return open_stream(self._folder, name, 0, nbytes, budget=self.budget)
 
-        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
-            return dict(zip(files, pool.map(opened, files.values()), strict=True))
+        return dict(zip(files, read_each(self._folder, opened, files.values()), strict=True))
 
     def read(
         self,

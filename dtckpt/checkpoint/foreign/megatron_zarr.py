@@ -16,6 +16,7 @@ Source: megatron.core.dist_checkpointing.strategies.zarr, and .serialization, of
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -68,7 +69,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
     data = folder.read_whole(FORMAT_NAME, MAX_FORMAT_NBYTES)
     if not megatron.is_format(data, f"{folder}/{FORMAT_NAME}", BACKEND):
         raise CheckpointVersionError(f"{folder}/{FORMAT_NAME} names no format, expected that of Megatron")
-    below = _below(folder, names)
+    below = _below(folder, set(names))
     reader = _Reader(folder)
     unread = [
         f"{key}/{name}" for key, files in below.items() for name in sorted(files.difference(reader.read(key, files)))
@@ -83,11 +84,9 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
 def _below(folder: Folder, names: Collection[str]) -> Mapping[str, set[str]]:
     """Return the names of the files in each folder of the checkpoint, but those of locks."""
     if isinstance(folder, LocalFolder):
-        return {
-            name: set((folder / name).names())
-            for name in sorted(names)
-            if not name.endswith(_LOCKS) and (folder.path / name).is_dir()
-        }
+        with os.scandir(folder.path) as entries:
+            folders = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.endswith(_LOCKS))
+        return {name: set(os.listdir(f"{folder.path}/{name}")) for name in folders if name in names}
     found: dict[str, set[str]] = {}
     for name in folder.names():
         key, _, file = name.partition("/")

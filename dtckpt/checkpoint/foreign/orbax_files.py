@@ -19,7 +19,6 @@ from __future__ import annotations
 import pathlib
 import re
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +27,7 @@ from dtckpt.checkpoint.foreign import orbax_metadata
 from dtckpt.checkpoint.foreign.chunk_files import ChunkIndex, ChunkTensor, read_scalar
 from dtckpt.checkpoint.foreign.dcp_metadata import merge, structure_of
 from dtckpt.checkpoint.foreign.dcp_processes import segments_of
+from dtckpt.checkpoint.foreign.file_reads import read_each
 from dtckpt.checkpoint.foreign.orbax_metadata import OrbaxLeaf, OrbaxTree, Path
 from dtckpt.checkpoint.foreign.zarr_arrays import ZarrArray, parse_zarr2, parse_zarr3
 from dtckpt.checkpoint.reading.pieces import is_file_name
@@ -61,7 +61,6 @@ OWN_NAMES = re.compile(
 )
 """Names of files and folders that Orbax itself uses."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_NUM_THREADS = 16
 
 
 def is_file(name: str, head: bytes) -> bool:  # noqa: ARG001  (a checkpoint is always a folder)
@@ -299,8 +298,7 @@ def _read_arrays(reader: ValueReader, where: Folder, tree: OrbaxTree) -> dict[st
     wanted = [leaf for leaf in tree.leaves if not leaf.is_empty and leaf.value_type != "string"]
     if reader.has_database:
         return {leaf.name: read(leaf) for leaf in wanted}
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-documents") as pool:
-        return dict(zip((leaf.name for leaf in wanted), pool.map(read, wanted), strict=True))
+    return dict(zip((leaf.name for leaf in wanted), read_each(where, read, wanted), strict=True))
 
 
 def _scalar(array: ZarrArray, reader: ValueReader, where: Folder) -> trees.Node:

@@ -240,7 +240,7 @@ class _Machine:
                     marks.append(len(stack))
                 elif code == _EMPTY_TUPLE:
                     stack.append(())
-                elif code == _NEWOBJ or code == _REDUCE:  # noqa: SIM109  (faster than a tuple)
+                elif code == _NEWOBJ or code == _REDUCE:  # noqa: PLR1714, SIM109  (faster than a tuple)
                     arguments = stack.pop()
                     stack[-1] = _call(stack[-1], arguments)
                 elif code == _TUPLE1:

@@ -410,4 +410,4 @@ def _stamp(status: os.stat_result) -> _Stamp:
 
 
 def _stamps(folder: Path, files: Iterable[str]) -> Mapping[str, _Stamp]:
-    return {file: _stamp(os.stat(folder / file)) for file in files}
+    return {file: _stamp(os.stat(f"{folder}/{file}")) for file in files}

@@ -19,6 +19,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from dtckpt.checkpoint.foreign.protobuf_fields import bytes_field, fields, number_field
@@ -94,9 +95,7 @@ class BundleEntry:
                 slices.append(tuple(_extent(extent) for each, extent in fields(_data(value)) if each == 1))
             else:
                 single[number] = value
-        shape = tuple(
-            _int64(dict(fields(_data(dim))).get(1, 0)) for each, dim in fields(_data(single.get(2, b""))) if each == 2
-        )
+        shape = _shape(_data(single.get(2, b"")))
         dtype, shard, offset, nbytes = (single.get(number, 0) for number in (1, 3, 4, 5))
         crc = single.get(6)
         if not all(type(number) is int for number in (dtype, shard, offset, nbytes, crc or 0)):
@@ -131,6 +130,12 @@ def _int64(value: Any) -> int:
     if type(value) is not int:
         raise ValueError("a message has bytes where a number should be")
     return value - (1 << 64) if value >> 63 else value
+
+
+@lru_cache(maxsize=1 << 10)
+def _shape(data: bytes) -> tuple[int, ...]:
+    """Return the sizes in a TensorShapeProto; layers have the same."""
+    return tuple(_int64(dict(fields(_data(dim))).get(1, 0)) for each, dim in fields(data) if each == 2)
 
 
 def _extent(value: Any) -> Extent:
