@@ -74,6 +74,7 @@ PROGRAMS = (
     Program("dcp_plugin_small", "dcp_plugin", "--tensors 4000 --shape 64x64", quick=None, clients=2),
     Program("reshard", "reshard", quick="--gib 0.1 --rounds 1 --only 4x2:2x3"),
     Program("convert", "convert", quick="--gigabytes 0.1 --rounds 1"),
+    Program("foreign", "foreign", quick="--tensors 600 --gib 0.05 --rounds 1"),
     Program("tiers", "tiers", "--mib 2048", "--mib 64 --rounds 1", clients=4),
     Program("tiers_simulation", "tiers_simulation", quick="--days 10"),
     Program("live", "live", quick="--mib 16 --fan-out-mib 4 --rounds 1"),

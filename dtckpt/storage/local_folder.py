@@ -101,19 +101,22 @@ class LocalFolder(Folder):
     @override
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         descriptor, nbytes = open_regular(f"{self.path}/{name}")
-        with open(descriptor, "rb") as file:
+        try:
             # The size bounds the read: Python allocates as many bytes as it is asked for, however short the file is.
-            file.seek(start)
-            return file.read(max(0, (nbytes if stop is None else min(stop, nbytes)) - start))
+            return _pread(descriptor, start, nbytes if stop is None else min(stop, nbytes))
+        finally:
+            os.close(descriptor)
 
     @override
     def read_whole(self, name: str, most: int) -> bytes:
         descriptor, nbytes = open_regular(f"{self.path}/{name}")
-        with open(descriptor, "rb") as file:
+        try:
             # The size of the open file: a save may have replaced the one at this path.
             if nbytes > most:
                 raise too_long_error(name, most)
-            return file.read(nbytes)
+            return _pread(descriptor, 0, nbytes)
+        finally:
+            os.close(descriptor)
 
     @override
     def find_short_file(self, sizes: Mapping[str, int]) -> str | None:
@@ -130,7 +133,7 @@ class LocalFolder(Folder):
     @override
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of entries of this very directory that begin with ``prefix``, sorted."""
-        return sorted(entry.name for entry in self.path.iterdir() if entry.name.startswith(prefix))
+        return sorted(name for name in os.listdir(self.path) if name.startswith(prefix))
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -314,6 +317,20 @@ def _new_file(name: str, folder: int) -> int:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+
+
+def _pread(descriptor: int, start: int, stop: int) -> bytes:
+    """Return bytes of an open file; fewer where it ends before. The kernel reads up to 2 GiB at a time."""
+    if start >= stop:
+        return b""
+    data = os.pread(descriptor, stop - start, start)
+    parts = [data]
+    position = start + len(data)
+    while data and position < stop:
+        data = os.pread(descriptor, stop - position, position)
+        parts.append(data)
+        position += len(data)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _fill(descriptor: int, data: bytes) -> None:

@@ -20,6 +20,7 @@ from dtckpt.checkpoint.foreign import (
     deepspeed_tree,
     fsdp_files,
     megatron,
+    megatron_zarr,
     orbax_files,
     safetensors_files,
     torch_files,
@@ -27,9 +28,10 @@ from dtckpt.checkpoint.foreign import (
 from dtckpt.checkpoint.foreign.chunk_files import ChunkFiles, ChunkIndex
 from dtckpt.checkpoint.foreign.piece_files import PieceFiles
 from dtckpt.checkpoint.foreign.safetensors_index import validate_alone
+from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.reading.pieces import PieceIndex, is_file_name
-from dtckpt.errors import CheckpointError, CheckpointNotFoundError, capped
+from dtckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointVersionError, capped
 from dtckpt.format.names import DCP_METADATA_NAME, is_own_segment
 from dtckpt.storage.failures import NOT_A_FILE, MalformedError, translate_errors
 from dtckpt.storage.folder import Folder, open_folder
@@ -82,6 +84,15 @@ FORMATS: dict[str, ForeignFormat] = {
             is_file=dcp_files.is_file,
             is_folder=dcp_files.is_folder,
             read_index=dcp_files.read_index,
+        ),
+        ForeignFormat(
+            kind=megatron_zarr.KIND,
+            title="a directory of Megatron-Core's zarr",
+            suffixes=(),
+            markers=(),
+            is_file=megatron_zarr.is_file,
+            is_folder=megatron_zarr.is_folder,
+            read_index=megatron_zarr.read_index,
         ),
         ForeignFormat(
             kind=safetensors_files.KIND,
@@ -174,10 +185,11 @@ def open_foreign(where: Location) -> CheckpointFiles | None:
         found = _found(where)
         if found is None:
             return None
-        index = found.form.read_index(found.folder, found.names)
-        if isinstance(index, ChunkIndex):
-            return ChunkFiles(found.folder, index)
-        return PieceFiles(found.folder, index, is_remote=is_remote(where))
+        with gc_paused():
+            index = found.form.read_index(found.folder, found.names)
+            if isinstance(index, ChunkIndex):
+                return ChunkFiles(found.folder, index)
+            return PieceFiles(found.folder, index, is_remote=is_remote(where))
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +280,11 @@ def not_understood(where: Location, error: CheckpointError) -> CheckpointError:
         where: The place.
         error: The error of opening it as a checkpoint of this library.
     """
+    if isinstance(where, Path) and orbax_files.is_msgpack(where):
+        return CheckpointVersionError(
+            f"{where} is a checkpoint of Flax in MessagePack, expected one of Orbax; restore it with "
+            "flax.training.checkpoints.restore_checkpoint, and save it with Orbax"
+        )
     expected = f"expected a checkpoint of dtckpt, {', '.join(form.title for form in FORMATS.values())}"
     if isinstance(where, Path) and where.is_file():
         return CheckpointNotFoundError(

@@ -11,7 +11,7 @@ Its first and last bytes tell where they are::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget
+from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget, parse_pickle
 from dtckpt.checkpoint.foreign.pickled_tensors import StorageView, tensor_view
 from dtckpt.checkpoint.foreign.pickled_tree import Leaf, read_tree
 from dtckpt.checkpoint.foreign.safetensors_index import MAX_INDEX_NBYTES, parse_weight_map
-from dtckpt.checkpoint.foreign.torch_zip import CRC_NBYTES, TAIL_NBYTES, Read, Record, TorchZip, read_zip
+from dtckpt.checkpoint.foreign.torch_zip import CRC_NBYTES, TAIL_NBYTES, Parse, Read, Record, TorchZip, read_zip
 from dtckpt.checkpoint.reading.pieces import (
     CheckedBytes,
     Piece,
@@ -36,6 +36,8 @@ from dtckpt.errors import CheckpointCorruptError, DtckptError
 from dtckpt.format import tree as trees
 from dtckpt.layout.region import Region
 from dtckpt.storage.folder import Folder
+from dtckpt.storage.local_folder import LocalFolder
+from dtckpt.storage.regular_files import regular_nbytes
 
 KIND = "torch"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -108,7 +110,9 @@ def _read_parts(folder: Folder, name: str, names: Collection[str]) -> PieceIndex
 
 
 def file_nbytes(folder: Folder, name: str) -> int:
-    """Return the size of a file. Storage is asked only whether there are so many bytes, as object stores can tell."""
+    """Return the size of a file. An object store is asked only whether there are so many bytes, as all can tell."""
+    if isinstance(folder, LocalFolder):
+        return regular_nbytes(f"{folder.path}/{name}")
     nbytes = 0
     for bit in reversed(range(_MAX_BITS)):
         if folder.find_short_file({name: nbytes | 1 << bit}) is None:
@@ -148,17 +152,24 @@ class TorchStream:
         """
         views = [leaf for leaf in leaves.values() if isinstance(leaf, StorageView)]
         storages = sorted({(view.key, view.storage_nbytes) for view in views if 0 not in view.shape})
-        # Each is one small read, which takes long elsewhere.
-        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
-            find = pool.map if len(storages) > 1 else map
-            found = find(lambda storage: self.zip.storage(*storage), storages)
-            places = dict(zip(storages, ((start, record.crc) for start, record in found), strict=True))
+        places = {
+            storage: (start, record.crc)
+            for storage, (start, record) in zip(storages, self._find(storages), strict=True)
+        }
         return {
             name: _array(name, leaf)
             if isinstance(leaf, np.ndarray)
             else PieceTensor(name, leaf.shape, leaf.dtype, self._pieces(leaf, places))
             for name, leaf in leaves.items()
         }
+
+    def _find(self, storages: Sequence[tuple[str, int]]) -> list[tuple[int, Record]]:
+        """Return the begin and the record of each storage. Blocks: on storage."""
+        if len(storages) <= 1:
+            return [self.zip.storage(*storage) for storage in storages]
+        # Each is one small read, which takes long elsewhere.
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
+            return list(pool.map(lambda storage: self.zip.storage(*storage), storages))
 
     def _pieces(self, view: StorageView, places: Mapping[tuple[str, int], tuple[int, int]]) -> tuple[Piece, ...]:
         # A tensor without elements has no pieces.
@@ -232,6 +243,7 @@ def open_stream(
     read_file: Read | None = None,
     *,
     budget: ReadBudget | None = None,
+    parse: Parse = parse_pickle,
 ) -> TorchStream:
     """Read a stream of ``torch.save``, but for the elements. Blocks: on storage.
 
@@ -242,6 +254,7 @@ def open_stream(
         nbytes: Bytes of the stream.
         read_file: Reads the file, if a part of it is in memory already.
         budget: As for `dtckpt.checkpoint.foreign.pickle_syntax.parse_pickle`.
+        parse: As for `dtckpt.checkpoint.foreign.torch_zip.read_zip`.
 
     Raises:
         CheckpointCorruptError: The stream is damaged.
@@ -253,7 +266,7 @@ def open_stream(
         return folder.read(file, *bounds) if read_file is None else read_file(*bounds)
 
     where = f"{folder}/{file}" if offset == 0 else f"{folder}/{file}, from byte {offset}"
-    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where, budget), file, offset)
+    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where, budget, parse), file, offset)
 
 
 def _with_windows(read: Read, nbytes: int) -> Read:

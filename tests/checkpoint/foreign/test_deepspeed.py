@@ -1,5 +1,6 @@
 """Checkpoints of DeepSpeed: real ones of all stages, and shapes of them that a small run does not write."""
 
+import math
 import shutil
 
 import fsspec
@@ -114,6 +115,10 @@ def check(folder, groups):
             assert torch.equal(checkpoint.read(f"optimizer/state/{name}/exp_avg"), value + 0.25), name
             assert torch.equal(checkpoint.read(f"optimizer/state/{name}/exp_avg_sq"), value + 0.5), name
             assert checkpoint.read(f"optimizer/state/{name}/step") == 7
+        for info in checkpoint.tensors.values():  # counted before the chunks are made
+            shapes = [chunk.region.shape for chunk in info.chunks]
+            assert info.num_chunks == len(shapes)
+            assert math.prod(info.chunk_shape) == max(map(math.prod, shapes))
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

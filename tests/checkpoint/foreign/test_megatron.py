@@ -99,6 +99,14 @@ def test_formats_that_are_not_known_are_refused_by_name_and_number(peers, tmp_pa
         dtckpt.open_checkpoint(tmp_path / "step")
 
 
+def test_a_missing_file_is_named_with_its_regions(peers, tmp_path):
+    shutil.copytree(peers / "megatron/tp2pp1_swiglu/iter_0000005", tmp_path / "step")
+    (tmp_path / "step/__1_0.distcp").unlink()
+    match = r"__1_0\.distcp is missing or cut short: .* bytes, with \S+ \[[0-9:, ]+\], .* and more"
+    with pytest.raises(errors.CheckpointCorruptError, match=match):
+        dtckpt.open_checkpoint(tmp_path / "step")
+
+
 def test_a_shape_that_does_not_fit_is_an_error(peers, tmp_path):
     """Never a wrong shape: a tensor is stored in blocks that fill its shape, or the checkpoint is damaged."""
     step = tmp_path / "step"

@@ -84,6 +84,22 @@ def test_remote():
     assert torch.equal(params, wanted["state"]["params"]["layers_0"]["kernel"])
 
 
+def test_random_keys_are_named():
+    with dtckpt.open_checkpoint(ORBAX / "nnx_pure_dict") as checkpoint:
+        assert list(checkpoint.notes) == ["drop/rngs/key: the data of random keys of JAX (threefry2x32)"]
+        assert checkpoint.read("drop/rngs/key").shape == (2,)
+    assert dtckpt.open_checkpoint(PLAIN).notes == ()
+
+
+@pytest.mark.parametrize("path", ["flax", "flax/checkpoint", "flax/checkpoint_10"])
+def test_messagepack_of_flax_is_refused_by_name(tmp_path, path):
+    (tmp_path / "flax").mkdir()
+    for name in ("checkpoint", "checkpoint_10"):
+        (tmp_path / "flax" / name).write_bytes(b"\x81\xa1w\x01")
+    with pytest.raises(errors.CheckpointVersionError, match="a checkpoint of Flax in MessagePack"):
+        dtckpt.open_checkpoint(tmp_path / path)
+
+
 def test_layouts():
     with dtckpt.open_checkpoint(ORBAX / "v0_ocdbt_zarr2_mesh2x2") as checkpoint:
         layout = checkpoint.info("params/embed/embedding").layout

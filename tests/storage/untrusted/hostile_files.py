@@ -63,6 +63,7 @@ ORBAX = {"orbax": "v1_state", "orbax zarr": "v0_plain_zarr2_mesh2x2"}
 """By kind, a sample of Orbax."""
 KINDS = (
     *("ocdbt", "zarr", "blosc", "torch", "safetensors", "sharded", "dcp", "root", "tensorflow"),
+    *("megatron zarr", "slices"),
     *ORBAX,
     *IN_PEERS,
 )
@@ -87,6 +88,10 @@ def write_honest(root: Path, kind: str) -> Path:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save({**tensors, "step": 3, "betas": [0.9, 0.95]}, checkpoint_id=path)
+    elif kind == "megatron zarr":
+        _write_zarr(path, tensors["w"])
+    elif kind == "slices":
+        _write_slices(path)
     elif kind in IN_PEERS:
         with tarfile.open(PEERS) as archive:
             archive.extractall(root / "all", filter="data")
@@ -105,6 +110,36 @@ def write_honest(root: Path, kind: str) -> Path:
         kvstore, codec = ("zarr", "blosc") if kind == "blosc" else (kind, None)
         dtckpt.save(path, TREE, options=SaveOptions(kvstore=kvstore, codec=codec, fsync=False))
     return path
+
+
+def _write_zarr(path: Path, elements: torch.Tensor) -> None:
+    """Write a checkpoint of Megatron's zarr: an array of two chunks, a sharded object, and the common state."""
+    (path / "w").mkdir(parents=True)
+    rows, columns = elements.shape
+    document = {
+        "zarr_format": 2,
+        "shape": [rows, columns],
+        "chunks": [rows // 2, columns],
+        "dtype": "<f4",
+        "order": "C",
+    }
+    (path / "w" / ".zarray").write_text(json.dumps(document | {"compressor": None, "fill_value": None}))
+    for number, half in enumerate(elements.chunk(2)):
+        (path / "w" / f"{number}.0").write_bytes(half.numpy().tobytes())
+    torch.save([{"seed": 1, "state": torch.ones(3)}], path / "w" / "shard_0_1.pt")
+    torch.save({"iteration": 7}, path / "common.pt")
+    (path / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+
+
+def _write_slices(path: Path) -> None:
+    """Write a checkpoint of DeepSpeed of two slices, with one expert, and the patterns that tell how to join them."""
+    path.mkdir()
+    info = {"universal_checkpoint_version": 0.2, "tp_replicated_parameter_patterns": [r"\d+.norm"]}
+    for rank in range(2):
+        module = {"0.w": torch.ones(2, 3) * rank, "0.norm": torch.ones(3)}
+        content = {"module": module, "buffer_names": [], "mp_world_size": 2, "universal_checkpoint_info": info}
+        torch.save(content, path / f"mp_rank_0{rank}_model_states.pt")
+        torch.save({"0.expert.w": torch.ones(2, 3)}, path / f"layer_0_expert_0_mp_rank_0{rank}_model_states.pt")
 
 
 # --- mutations --------------------------------------------------------------------------------------------------------
