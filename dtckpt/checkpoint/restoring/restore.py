@@ -119,19 +119,20 @@ def restore(
     if strict is not None:
         options = replace(options or RestoreOptions(), strict=strict)
     request = _RestoreRequest.of(
-        path, chooser_of(path), target, options or RestoreOptions(), mesh=mesh, layouts=layouts, group=group
+        path, chooser_of(path, options), target, options or RestoreOptions(), mesh=mesh, layouts=layouts, group=group
     )
     return request.run(StagedRestore.apply)
 
 
-def chooser_of(path: str | Location) -> Choose:
+def chooser_of(path: str | Location, options: RestoreOptions | None = None) -> Choose:
     """Return how clients agree on the checkpoint at a path: the path tells it, but for a live version."""
-    if is_live(path):
+    rules = None if options is None else options.map
+    if is_live(path) and rules is None:
         # Here, because few restores need it, and it imports the coordinator's client.
         from dtckpt.checkpoint.live.version_choice import VersionChoice
 
         return VersionChoice.of_location(path)
-    return lambda _: nullcontext(lambda: open_checkpoint(path))
+    return lambda _: nullcontext(lambda: open_checkpoint(path, map=rules))
 
 
 def restore_opened(
@@ -221,7 +222,7 @@ def run_restore(
         coordination: The connection to the other clients.
         participants: The clients that restore.
     """
-    request = _RestoreRequest(path, chooser_of(path), plan, options, coordination, participants)
+    request = _RestoreRequest(path, chooser_of(path, options), plan, options, coordination, participants)
     return request.run(StagedRestore.apply)
 
 
