@@ -67,7 +67,10 @@ Examples:
 @click.option("--select", multiple=True, metavar="GLOB", help="Write only tensors and values whose names match.")
 @click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="Rename tensors and values on the way.")
 @click.option(
-    "--map", "map_name", metavar="MAP", help="Take names and shapes from a map: a JSON file, or a map of dtckpt by name."
+    "--map",
+    "map_name",
+    metavar="MAP",
+    help="Take names and shapes from a map: a JSON file, or a map of dtckpt by name.",
 )
 @click.option("--map-back", metavar="MAP", help="The same, from the other side of the map.")
 @click.option("--map-size", "map_sizes", multiple=True, metavar="AXIS=N", help="Size of an axis of the map.")
@@ -109,7 +112,8 @@ def command(
 
     SRC is a checkpoint of dtckpt, a file or directory of safetensors, a directory of torch.distributed.checkpoint
     (dcp), or a file of torch.save (torch). SRC may also be a folder of Trainer or accelerate, a directory of Orbax, or
-    the prefix of a checkpoint of TensorFlow. Digests of every tensor's content prove that it stayed as it was. DST appears whole or not at all.
+    the prefix of a checkpoint of TensorFlow. Digests of every tensor's content prove that it stayed as it was. DST
+    appears whole or not at all.
     """
     from dtckpt.checkpoint.converting.convert import convert
     from dtckpt.checkpoint.options import SaveOptions

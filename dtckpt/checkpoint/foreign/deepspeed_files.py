@@ -81,10 +81,9 @@ class DeepspeedFiles:
         below = self.folder / UNIVERSAL
         names = (
             [
-                f"{each}/{name}"
+                f"{each}/{name}" if name else each
                 for each in below.names()
-                if (below.path / each).is_dir()
-                for name in (below / each).names()
+                for name in ((below / each).names() if (below.path / each).is_dir() else [""])
             ]
             if isinstance(below, LocalFolder)
             else [name.removeprefix(f"{UNIVERSAL}/") for name in self.folder.names(f"{UNIVERSAL}/")]

@@ -24,7 +24,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from dtckpt.checkpoint.foreign import (
@@ -40,9 +39,15 @@ from dtckpt.checkpoint.foreign.dcp_processes import Value, read_value
 from dtckpt.checkpoint.foreign.fsdp_fields import parse_template
 from dtckpt.checkpoint.foreign.huggingface_fields import note_of_numbers, placed, with_names
 from dtckpt.checkpoint.foreign.pickle_syntax import NODE_NBYTES, ReadBudget
-from dtckpt.checkpoint.reading.pieces import PieceIndex, PieceTensor
-from dtckpt.errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointVersionError, DtckptError
-from dtckpt.errors import TreeError, capped
+from dtckpt.checkpoint.reading.pieces import PieceIndex, PieceTensor, is_file_name
+from dtckpt.errors import (
+    CheckpointCorruptError,
+    CheckpointIncompleteError,
+    CheckpointVersionError,
+    DtckptError,
+    TreeError,
+    capped,
+)
 from dtckpt.format import tree as trees
 from dtckpt.format.names import DCP_METADATA_NAME
 from dtckpt.storage.failures import MalformedError
@@ -106,9 +111,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
     reader.read()
     unread = (*sorted(set(names).difference(reader.read_names)), *reader.unread)
     structure: trees.Node = {"dict": [[key, node] for key, node in reader.items.items()]}
-    return PieceIndex(
-        KIND, reader.tensors, structure, reader.refused, tuple(reader.files), unread, tuple(reader.notes)
-    )
+    return PieceIndex(KIND, reader.tensors, structure, reader.refused, tuple(reader.files), unread, tuple(reader.notes))
 
 
 class _PartsReader:
@@ -158,49 +161,51 @@ class _PartsReader:
     # --- models -------------------------------------------------------------------------------------------------
 
     def _read_models(self) -> None:
-        for key, name, names, read in self._models():
+        for key, names, read in self._models():
             if key not in self.items:  # as transformers: safetensors before pickles
-                self._add_index((key,), read(self._folder, names), name)
+                self._add_index((key,), read(self._folder, names))
         for name in self._names:
             if (match := _FSDP_FOLDER.fullmatch(name)) is not None:
-                below = f"{match[1]}{match[2]}"
                 kind = "optimizer" if match[1] == "optimizer" else "model"
-                self._read_below(kind if match[2] == "_0" else f"{kind}{match[2]}", name, below)
+                below = f"{match[1]}{match[2]}"
+                if dcp_files.is_folder(names := self._names_below(below, dcp_files.MARKERS)):
+                    index = dcp_files.read_index(self._folder / below, names)
+                    self._add_index((kind if match[2] == "_0" else f"{kind}{match[2]}",), index, below, name)
 
-    def _models(self) -> Iterator[tuple[str, str, Collection[str], Callable[[Folder, Collection[str]], PieceIndex]]]:
-        """Yield each model's key, the name in which it was found, the names of its files, and their reader."""
+    def _models(self) -> Iterator[tuple[str, Collection[str], Callable[[Folder, Collection[str]], PieceIndex]]]:
+        """Yield each model's key, the names of its files, and their reader."""
         for pattern, form in ((_SAFETENSORS, safetensors_files), (_PICKLED, torch_files)):
             found: dict[str, list[str]] = {}
             for name in self._names:
                 if (match := pattern.fullmatch(name)) is not None:
                     found.setdefault(match[1], []).append(name)
             for stem, names in found.items():
-                yield _MODEL_OF_STEM[stem], names[0], names, form.read_index
+                yield _MODEL_OF_STEM[stem], names, form.read_index
         for name in self._names:
             if (match := _NUMBERED.fullmatch(name)) is not None:
-                yield match[1], name, [name], (safetensors_files if match[2] == "safetensors" else torch_files).read_index
+                form = safetensors_files if match[2] == "safetensors" else torch_files
+                yield match[1], [name], form.read_index
             elif (match := _FSDP_WHOLE.fullmatch(name)) is not None:
                 number = "" if match[1] in (None, "_0") else match[1]
-                yield f"model{number}", name, [name], torch_files.read_index
+                yield f"model{number}", [name], torch_files.read_index
 
-    def _read_below(self, key: str, name: str, below: str) -> None:
-        """Read a distributed checkpoint in a folder below."""
+    def _names_below(self, below: str, markers: Collection[str]) -> Collection[str]:
+        """Return the names in a folder below; of those that matter, where directories cannot be listed."""
         folder = self._folder / below
+        if not isinstance(folder, LocalFolder):
+            return [name for name in markers if folder.find_short_file({name: 1}) is None]
         try:
-            names = folder.names() if isinstance(folder, LocalFolder) else [DCP_METADATA_NAME]
-        except NotADirectoryError:
-            return
-        if dcp_files.is_folder(names):
-            self._add_index((key,), dcp_files.read_index(folder, names), name, below)
+            return folder.names()
+        except (FileNotFoundError, NotADirectoryError):
+            return ()
 
     def _read_shards(self) -> bool:
         """Read the files of FSDP1's processes; return whether there are any."""
         names = [name for name in self._names if fsdp_files.is_folder([name])]
-        if not names:
-            return False
-        names += [name for name in self._names if name == fsdp_files.TEMPLATE]
-        self._add_index((), fsdp_files.read_index(self._folder, names), names[0])
-        return True
+        if names:
+            names += [name for name in self._names if name == fsdp_files.TEMPLATE]
+            self._add_index((), fsdp_files.read_index(self._folder, names))
+        return bool(names)
 
     def _read_deepspeed(self) -> None:
         """Read the folder that a file of DeepSpeed names."""
@@ -208,34 +213,30 @@ class _PartsReader:
             if name not in self._names:
                 continue
             below = self._folder.read_whole(name, MAX_LATEST_NBYTES).decode(errors="replace").strip()
-            if below in self._names and below not in ("", ".", ".."):
-                folder = self._folder / below
-                names = folder.names() if isinstance(folder, LocalFolder) else []
-                if deepspeed_files.is_folder(names):
-                    self._add_index((), deepspeed_tree.read_index(folder, names), name, below)
-                    return
+            if not is_file_name(below) or "/" in below:
+                continue
+            if deepspeed_files.is_folder(names := self._names_below(below, deepspeed_files.MARKERS)):
+                self._add_index((), deepspeed_tree.read_index(self._folder / below, names), below, name)
+                return
 
-    def _add_index(self, path: tuple[str, ...], index: PieceIndex, name: str, below: str = "") -> None:
+    def _add_index(self, path: tuple[str, ...], index: PieceIndex, below: str = "", *found: str) -> None:
         """Take the index of a part.
 
         Args:
             path: Its key in the tree; none: its items are at the top.
             index: The index.
-            name: The name in the folder that it was found by.
             below: The folder below that its files are in.
+            found: Names in the folder that led to it.
         """
         part = placed(index, path, below)
-        own = part.structure["dict"] if not path else [[path[0], part.structure]]
-        node: trees.Node = {"dict": own}
+        node: trees.Node = {"dict": [[path[0], part.structure]] if path else part.structure["dict"]}
         self._add(node, part.tensors, part.refused)
         self.files += part.files
         self.unread += [each for each in part.unread if below or each not in self._names]
         self.notes += part.notes
-        self.read_names |= {name, *part.files} | ({below} if below else set())
+        self.read_names |= {*found, *part.files, below}
 
-    def _add(
-        self, node: trees.Node, tensors: Mapping[str, PieceTensor], refused: Mapping[str, DtckptError]
-    ) -> None:
+    def _add(self, node: trees.Node, tensors: Mapping[str, PieceTensor], refused: Mapping[str, DtckptError]) -> None:
         """Take the items of a dict, but for those whose keys are taken."""
         self.refused |= refused
         for key, child in node["dict"]:
@@ -302,13 +303,11 @@ class _PartsReader:
             found = {rank: value for rank, value in values.items() if isinstance(value, Value)}
             self.files += [files[rank] for rank, value in values.items() if value is not None]
             self.read_names |= {files[rank] for rank, value in values.items() if value is not None}
-            self.refused |= {
-                f"rng/{rank}": value for rank, value in values.items() if isinstance(value, DtckptError)
-            }
-            if len(found) < len(files) or not found:
+            self.refused |= {f"rng/{rank}": value for rank, value in values.items() if isinstance(value, DtckptError)}
+            if not found:
                 continue
             clients = [[rank, value.node] for rank, value in found.items()]
-            node: trees.Node = {"type": ["PerClient", len(found), {"dict": clients}]}
+            node: trees.Node = {"type": ["PerClient", len(files), {"dict": clients}]}
             tensors = {name: tensor for value in found.values() for name, tensor in value.tensors.items()}
             refused = {name: error for value in found.values() for name, error in value.refused.items()}
             self._add({"dict": [["rng", node]]}, tensors, refused)
@@ -323,7 +322,9 @@ class _PartsReader:
             if len(found) in found or self._folder.find_short_file({name: 1}) is not None:
                 break
             found[len(found)] = name
-        if lost := [form.format(rank) for rank in range(min(max(found, default=-1), MAX_PROCESSES)) if rank not in found]:
+        if lost := [
+            form.format(rank) for rank in range(min(max(found, default=-1), MAX_PROCESSES)) if rank not in found
+        ]:
             raise CheckpointIncompleteError(
                 f"{self._folder} lacks {capped(lost)}, the random state of a process; use another copy, or restore "
                 "another checkpoint"

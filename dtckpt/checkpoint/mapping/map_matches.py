@@ -9,8 +9,14 @@ from dataclasses import dataclass, field
 
 from dtckpt.checkpoint.mapping.map_places import Place, common_box, numel_of
 from dtckpt.checkpoint.mapping.map_rules import MapRule, NamePattern, TensorMap, View
-from dtckpt.errors import ConfigError, RegionNotFoundError, ShapeMismatchError, TensorNameError, TensorNotFoundError
-from dtckpt.errors import capped
+from dtckpt.errors import (
+    ConfigError,
+    RegionNotFoundError,
+    ShapeMismatchError,
+    TensorNameError,
+    TensorNotFoundError,
+    capped,
+)
 
 Shape = tuple[int, ...]
 MAX_TENSORS = 1 << 20
@@ -81,7 +87,7 @@ def match_map(rules: TensorMap, shapes: Mapping[str, Shape], sizes: Mapping[str,
             if None in rule.source.values():
                 _rename(rule, stars, members, match)
             else:
-                _Group(rule, stars, members, shapes, {**sizes, **rules.sizes}).add_to(match)
+                _Group(rule, stars, members, shapes, sizes=rules.sizes, found=sizes).add_to(match)
     if not match.tensors:
         raise TensorNotFoundError(f"no rule of the map fits the checkpoint; it has {capped(map(repr, shapes))}")
     for name in match.tensors:
@@ -119,7 +125,16 @@ def _rename(rule: MapRule, stars: tuple[str, ...], members: _Members, match: Map
 
 
 class _Group:
-    """The tensors of a rule that have the same texts for ``*``."""
+    """The tensors of a rule that have the same texts for ``*``.
+
+    Args:
+        rule: The rule.
+        stars: The texts.
+        members: The names of the tensors.
+        shapes: The shapes of the checkpoint's tensors.
+        sizes: The sizes of axes that the map has.
+        found: Sizes that count if shapes do not tell them.
+    """
 
     def __init__(
         self,
@@ -127,13 +142,15 @@ class _Group:
         stars: tuple[str, ...],
         members: _Members,
         shapes: Mapping[str, Shape],
+        *,
         sizes: Mapping[str, int],
+        found: Mapping[str, int],
     ) -> None:
         self._rule = rule
         self._stars = stars
         self._members = members
         self._shapes = shapes
-        self._bounds = sizes
+        self._bounds = {**found, **sizes}
         if lost := [pattern.text for pattern in rule.source if pattern not in members]:
             some = next(iter(next(iter(members.values())).values()))
             raise TensorNotFoundError(
@@ -141,7 +158,7 @@ class _Group:
             )
         self._sizes = {axis: size for axis, size in sizes.items() if axis in rule.axes}
         self._count_indices()
-        self._solve()
+        self._solve(found)
 
     def add_to(self, match: MapMatch) -> None:
         """Add the tensors of the other side."""
@@ -153,7 +170,8 @@ class _Group:
             for indices, name in names.items():
                 if (shape := places[pattern][indices].shape) != self._shapes[name]:
                     raise self._mismatch(name, shape)
-        self._validate_apart([place for each in places.values() for place in itertools.islice(each.values(), 1)])
+        self._validate_apart(self._rule.source)
+        self._validate_apart(self._rule.target)
         used = dict.fromkeys((name for names in self._members.values() for name in names.values()), 0)
         for target, view in self._rule.target.items():
             axes = tuple(dict.fromkeys(target.axes))
@@ -163,19 +181,18 @@ class _Group:
                 place = self._place(target, view, indices)
                 name = target.name(self._stars, dict(zip(axes, indices, strict=True)))
                 sources: dict[str, Place | None] = {}
+                lost = numel_of(place.box)
                 for source, own in self._near(place, places):
-                    if (box := common_box(place.box, own.box)) is not None:
+                    box = common_box(place.box, own.box)
+                    if box is not None or not lost + len(sources):  # a tensor without elements is made of any
                         sources[source] = own
+                    if box is not None:
                         used[source] += numel_of(box)
-                held = sum(
-                    numel_of(box)
-                    for own in sources.values()
-                    if own is not None and (box := common_box(place.box, own.box)) is not None
-                )
-                if held != numel_of(place.box):
+                        lost -= numel_of(box)
+                if lost:
                     raise RegionNotFoundError(
-                        f"the map makes a tensor {name[:200]!r} of shape {place.shape}, and {numel_of(place.box) - held} "
-                        f"of its elements are in no tensor that is named {_texts(self._rule.source)}"
+                        f"the map makes a tensor {name[:200]!r} of shape {place.shape}, and {lost} of its elements are "
+                        f"in no tensor that is named {_texts(self._rule.source)}"
                     )
                 match.add(MappedTensor(name, sources, place))
         match.left |= {
@@ -211,13 +228,18 @@ class _Group:
                         f"the names {pattern.text[:200]!r} have {count} {axis}, expected {self._sizes[axis]}"
                     )
 
-    def _solve(self) -> None:
-        """Learn sizes from the shapes, and then from ranges whose ends are numbers."""
+    def _solve(self, found: Mapping[str, int]) -> None:
+        """Learn sizes from the shapes, then from those that were found, and then from ranges whose ends are numbers."""
+        self._solve_by_shapes()
+        self._sizes = {axis: size for axis, size in found.items() if axis in self._rule.axes} | self._sizes
         self._solve_by_shapes()
         for side in (self._rule.source, self._rule.target):
             for axis in self._rule.axes - self._sizes.keys():
                 ranges = [
-                    part.bounds(self._bounds) for view in side.values() for dim in view or () for part in dim
+                    part.bounds(self._bounds)
+                    for view in side.values()
+                    for dim in view or ()
+                    for part in dim
                     if part.axis == axis
                 ]
                 if ranges and all(start[0] == stop[0] == 0 for start, stop in ranges):
@@ -225,8 +247,8 @@ class _Group:
             self._solve_by_shapes()
         if unknown := sorted(self._rule.axes - self._sizes.keys()):
             raise ConfigError(
-                f"the size of axis {unknown[0]!r} for {_texts(self._rule.source)} is not known from shapes; pass it, as "
-                f"--map-size {unknown[0]}=N"
+                f"the size of axis {unknown[0]!r} for {_texts(self._rule.source)} is not known from shapes; pass it, "
+                f"as --map-size {unknown[0]}=N"
             )
 
     def _solve_by_shapes(self) -> None:
@@ -268,18 +290,16 @@ class _Group:
             box[part.axis] = start, stop
         return Place(tuple(tuple(part.axis for part in dim) for dim in view or ()), box)
 
-    def _validate_apart(self, places: Sequence[Place]) -> None:
-        """Check that patterns of the side that is read share no element."""
-        whole = [
-            {
-                axis: span if axis in {each for dim in place.dims for each in dim} else (0, self._sizes[axis])
-                for axis, span in place.box.items()
-            }
-            for place in places
-        ]
+    def _validate_apart(self, side: Mapping[NamePattern, View | None]) -> None:
+        """Check that the patterns of a side share no element."""
+        whole = []
+        for pattern, view in side.items():
+            axes = dict.fromkeys(pattern.axes)
+            place = self._place(pattern, view, [0] * len(axes))
+            whole.append({**place.box, **{axis: (0, self._sizes[axis]) for axis in axes}})
         for one, other in itertools.combinations(whole, 2):
             if common_box(one, other) is not None:
-                raise ConfigError(f"the tensors {_texts(self._rule.source)} of a rule of the map share elements")
+                raise ConfigError(f"the tensors {_texts(side)} of a rule of the map share elements")
 
     def _mismatch(self, name: str, shape: Shape) -> ShapeMismatchError:
         sizes = ", ".join(f"{axis}={size}" for axis, size in sorted(self._sizes.items()))

@@ -86,7 +86,8 @@ class SharedBox:
     def view(self, memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the view of a region's memory that has the box's shape in the source."""
         # Neither step copies: the first one cuts dims, and the last one joins what the first one has cut.
-        return memory[(*self.slices, ...)].reshape(self.sizes).transpose(self.order).reshape(self.region.shape)
+        part: np.ndarray[Any, Any] = memory[self.slices] if self.slices else memory
+        return part.reshape(self.sizes).transpose(self.order).reshape(self.region.shape)
 
 
 def shared_boxes(target: Place, source: Place, region: Region) -> Iterator[SharedBox]:

@@ -99,7 +99,8 @@ class NamePattern:
 
     def groups(self, match: re.Match[str]) -> tuple[tuple[str, ...], dict[str, int]] | None:
         """Return the texts of ``*``, and the index of each axis, of a name; None if an axis has two."""
-        stars, indices = [], {}
+        stars: list[str] = []
+        indices: dict[str, int] = {}
         for part, text in zip(_NAME_PART.finditer(self.text), match.groups(), strict=True):
             if not part[1]:
                 stars.append(text)

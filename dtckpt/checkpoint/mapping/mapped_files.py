@@ -17,6 +17,7 @@ from dtckpt.checkpoint.mapping.map_matches import MappedTensor, match_map
 from dtckpt.checkpoint.mapping.map_places import shared_boxes
 from dtckpt.checkpoint.mapping.map_rules import TensorMap
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
+from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo, TensorInfos
 from dtckpt.errors import DTypeError, TensorNameError, capped
 from dtckpt.format import tree as trees
@@ -46,14 +47,17 @@ class MappedFiles(CheckpointFiles):
         match = match_map(rules, {name: info.shape for name, info in files.tensors.items()}, sizes)
         self._mapped = match.tensors
         for tensor in match.tensors.values():
-            dtypes = {(info.dtype_name, info.stored_dtype_name) for info in map(files.tensors.__getitem__, tensor.sources)}
+            dtypes = {
+                (info.dtype_name, info.stored_dtype_name) for info in map(files.tensors.__getitem__, tensor.sources)
+            }
             if len(dtypes) > 1:
                 raise DTypeError(
                     f"the map makes tensor {tensor.name[:200]!r} of tensors of several dtypes: "
                     f"{capped(sorted({name for pair in dtypes for name in pair}))}"
                 )
         self._taken = match.taken
-        self.kind = f"{files.kind}, mapped"
+        # Readers of our own format ask for the manifest, which has the stored names.
+        self.kind = f"{KIND}, mapped" if files.kind == KIND else files.kind
         self.refused = files.refused
         self.files = files.files
         left = [f"{name}: {count} elements that the map does not take" for name, count in match.left.items()]
@@ -64,7 +68,7 @@ class MappedFiles(CheckpointFiles):
         self._token = f"{bytes_digest(repr((rules, sorted(sizes.items()))).encode('utf-8', 'surrogatepass')):016x}"
         self.identity = f"{files.identity}-{self._token}"
         self._structure = _structure(files.structure, match.tensors, match.taken)
-        self.tensors = TensorInfos(trees.tensor_names(self._structure), self._describe)
+        self.tensors = TensorInfos(dict.fromkeys(trees.tensor_names(self._structure)), self._describe)
 
     def _describe(self, name: str) -> TensorInfo:
         tensor = self._mapped.get(name)
@@ -174,7 +178,7 @@ class MappedFiles(CheckpointFiles):
         self._files.validate_rest()
 
     @property
-    def _renamed(self) -> Mapping[str, str]:
+    def _renamed(self) -> dict[str, str]:
         """New name by name, of the tensors that have another name only."""
         pairs = ((next(iter(tensor.sources)), name) for name, tensor in self._mapped.items() if tensor.place is None)
         return dict(pairs)
@@ -307,4 +311,6 @@ def _node(below: Any) -> trees.Node:
 
 
 def _clash(name: str) -> TensorNameError:
-    return TensorNameError(f"the map makes a tensor {name[:200]!r}, and something else of the checkpoint is in its place")
+    return TensorNameError(
+        f"the map makes a tensor {name[:200]!r}, and something else of the checkpoint is in its place"
+    )

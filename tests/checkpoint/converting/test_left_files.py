@@ -7,9 +7,9 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint.foreign.sample_files import SAMPLES
 
 import dtckpt
+from checkpoint.foreign.sample_files import SAMPLES
 from dtckpt import errors
 from dtckpt.checkpoint.foreign.formats import FORMATS
 
@@ -77,7 +77,7 @@ CASES = {
     "huggingface, accelerate": (sample("huggingface/accelerate"), "", "model_1.bin.lock"),
     "huggingface, adapter": (sample("huggingface/adapter"), "", "x/adapter_model.safetensors"),
 }
-"""By name, of which the first word is the format: what writes the folder, the path in it, and the file that is added."""
+"""By name, which begins with the format: what writes the folder, the path in it, and the file that is added."""
 
 
 def test_no_format_is_left_out():

@@ -30,7 +30,7 @@ def logits_of(model):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits(name, tmp_path):
-    import transformers  # noqa: PLC0415  (slow)
+    import transformers
 
     family, config = CONFIGS[name]
     kind = getattr(transformers, f"{family}LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM")

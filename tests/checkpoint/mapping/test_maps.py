@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import random
 
 import pytest
@@ -122,15 +123,25 @@ def test_random_rules_there_and_back(tmp_path):
         parts = {f"n{end}": f"[:{edge}]", f"o{end}": f"[{edge}:]"} if 0 < edge < sizes[cut] else {f"n{end}": ""}
         to = {name: view(inner, part) for name, part in parts.items()}
         rule = TensorMap.parse({"rules": [{"from": {"w": view("abcd")}, "to": to}]}).with_sizes(sizes)
-        shape = [
-            torch.tensor([sizes[part.axis] for part in dim]).prod().item()
-            for dim in next(iter(rule.rules[0].source.values()))
-        ]
-        state = {"w": torch.randperm(int(torch.tensor([*sizes.values()]).prod())).reshape(shape).float()}
+        (whole,) = rule.rules[0].source.values()
+        shape = [math.prod(sizes[part.axis] for part in dim) for dim in whole]
+        state = {"w": torch.randperm(math.prod(sizes.values())).reshape(shape).float()}
         path = write(tmp_path / f"{case}", state, "torch")
         dtckpt.convert(path, tmp_path / f"{case}.new", to="torch", map=rule)
         dtckpt.convert(tmp_path / f"{case}.new", tmp_path / f"{case}.old", to="torch", map=rule.inverse())
         assert torch.equal(dtckpt.restore(tmp_path / f"{case}.old")["w"], state["w"]), (case, rule)
+
+
+def test_scalars_and_tensors_without_elements(tmp_path):
+    state = {"s.0": torch.tensor(1.0), "s.1": torch.tensor(2.0), "e": torch.ones(0, 3)}
+    rule = TensorMap.parse(
+        {"rules": [{"from": {"s.{n}": ""}, "to": {"s": "n"}}, {"from": {"e": "a b"}, "to": {"f": "b a"}}]}
+    )
+    dtckpt.convert(write(tmp_path / "c", state, "torch"), tmp_path / "new", map=rule)
+    new = dtckpt.restore(tmp_path / "new")
+    assert (new["s"].tolist(), new["f"].shape) == ([1, 2], (3, 0))
+    restored = dtckpt.restore(tmp_path / "new", options=RestoreOptions(map=rule.inverse()))
+    assert {name: tensor.tolist() for name, tensor in restored.items()} == {"s.0": 1, "s.1": 2, "e": []}
 
 
 def test_a_tree_keeps_what_the_map_does_not_take(tmp_path):
@@ -189,23 +200,63 @@ SPLIT = {"from": {"a": "(parts x)"}, "to": {"b": "(parts[:1] x)", "c": "(parts[1
     [
         (STATE, RULE, {}, errors.ConfigError, "the size of axis 'dim' .* pass it, as --map-size dim=N"),
         (STATE, RULE, {"groups": 7, "dim": 5}, errors.ConfigError, "axis 'each'"),
-        (STATE, RULE, {"groups": 2, "dim": 5, "each": 5}, errors.ShapeMismatchError, r"expected \(3, 50, 6\) by the map"),
+        (
+            STATE,
+            RULE,
+            {"groups": 2, "dim": 5, "each": 5},
+            errors.ShapeMismatchError,
+            r"expected \(3, 50, 6\) by the map",
+        ),
         (STATE, {**RULE, "from": {"*x": "layers (groups each dim) hidden"}}, {}, errors.TensorNotFoundError, "no such"),
         (STATE, {"from": {"embed": "a"}, "to": {"x": "a"}}, {}, errors.ShapeMismatchError, "expected 1 dims"),
         (STATE, {"from": "embed", "to": "norm"}, {}, errors.TensorNameError, "the checkpoint has another one"),
-        (STATE, {"from": "embed", "to": "norm/x"}, {}, errors.TensorNameError, "something else of the checkpoint is in"),
+        (
+            STATE,
+            {"from": "embed", "to": "norm/x"},
+            {},
+            errors.TensorNameError,
+            "something else of the checkpoint is in",
+        ),
         ({"b": FUSED, "a": FUSED}, {"from": {"{i}.x": "", "b": ""}, "to": {"y": "i"}}, {}, errors.ConfigError, "axes"),
-        ({"0.x": FUSED, "2.x": FUSED}, {"from": {"{i}.x": "a b c"}, "to": {"y": "i a b c"}}, {}, errors.TensorNotFoundError, "'1.x'"),
+        (
+            {"0.x": FUSED, "2.x": FUSED},
+            {"from": {"{i}.x": "a b c"}, "to": {"y": "i a b c"}},
+            {},
+            errors.TensorNotFoundError,
+            "'1.x'",
+        ),
         (
             {"0.x": FUSED, "1.x": FUSED.double()},
             *({"from": {"{i}.x": "a b c"}, "to": {"y": "i a b c"}}, {}, errors.DTypeError, "several dtypes"),
         ),
-        ({"b": FUSED}, {"from": SPLIT["to"], "to": SPLIT["from"]}, {}, errors.TensorNotFoundError, "lacks a tensor that"),
+        (
+            {"b": FUSED},
+            {"from": SPLIT["to"], "to": SPLIT["from"]},
+            {},
+            errors.TensorNotFoundError,
+            "lacks a tensor that",
+        ),
         (
             {"b": torch.ones(2), "c": torch.ones(2)},
-            *({"from": {"b": "x[:2]", "c": "x[1:3]"}, "to": {"a": "x"}}, {"x": 3}, errors.ConfigError, "share elements"),
+            *(
+                {"from": {"b": "x[:2]", "c": "x[1:3]"}, "to": {"a": "x"}},
+                {"x": 3},
+                errors.ConfigError,
+                "share elements",
+            ),
         ),
-        ({"a": FUSED}, {"from": {"a": "x y z"}, "to": {"b": "x y[:no] z"}}, {}, errors.ConfigError, "size 'no' of the map"),
+        (
+            {"a": torch.ones(3)},
+            {"from": {"a": "x"}, "to": {"b": "x[:2]", "c": "x[:1]"}},
+            *({}, errors.ConfigError, "share elements"),
+        ),
+        (
+            {"a": FUSED},
+            {"from": {"a": "x y z"}, "to": {"b": "x y[:no] z"}},
+            {},
+            errors.ConfigError,
+            "size 'no' of the map",
+        ),
     ],
 )
 def test_maps_that_do_not_fit(tmp_path, state, rule, sizes, error, reason):
@@ -255,7 +306,10 @@ def test_sizes_of_heads():
     assert known_sizes(args, None) == {"groups": 8, "dim": 16}
     assert known_sizes({**args, "args/group_query_attention": True}, None) == {"groups": 1, "dim": 16}
     assert known_sizes({}, {"n_head": 4, "n_embd": 32}) == {"groups": 4, "dim": 8}
-    assert known_sizes({}, {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3}) == {"groups": 2, "dim": 3}
+    assert known_sizes({}, {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3}) == {
+        "groups": 2,
+        "dim": 3,
+    }
     assert known_sizes({}, [3]) == {}
 
 
