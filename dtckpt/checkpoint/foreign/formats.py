@@ -263,7 +263,7 @@ def _as_prefix(where: Location) -> _Found | None:
             if form.prefix_suffix and _head(folder, name) is not None:
                 below = f"{where.name}."
                 same = folder.names(below) if isinstance(folder, LocalFolder) else ()
-                # Of another prefix is what has one more dot.
+                # A name with one more dot is of another prefix.
                 return _Found(folder, [name], form, [each for each in same if "." not in each.removeprefix(below)])
         except MalformedError:
             continue  # it is no file

@@ -17,6 +17,7 @@ from dtckpt.checkpoint.foreign.pickled_tensors import is_tensor, tensor_view
 from dtckpt.checkpoint.reading.pieces import PieceIndex, PieceTensor
 from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.format import tree as trees
+from dtckpt.format.hash_work import validate_hashes
 
 Shape = tuple[int, ...]
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"})
@@ -86,22 +87,26 @@ def with_names(
     if not {"state", "param_groups"} <= fields.keys() or type(fields["param_groups"]) is not list:
         return value, {}
     groups = [items_of(group, where, budget) for group in fields["param_groups"]]
+    # Before they are joined: many groups may refer to one list.
+    budget.take(STEP_NBYTES * sum(len(_listed(group, key)) for group in groups for key in ("params", "param_names")))
     numbers = [number for group in groups for number in _listed(group, "params")]
-    budget.take(STEP_NBYTES * len(numbers))
     try:
-        state = dict(items(fields["state"]))
+        pairs = items(fields["state"])
     except TypeError as error:
         raise CheckpointCorruptError(f"{where} holds no state by parameter") from error
-    if any(type(number) is not int for number in [*numbers, *state]) or len(set(numbers)) != len(numbers):
+    keys = [number for number, _ in pairs]
+    if any(type(number) is not int for number in [*numbers, *keys]):
         return value, {}  # names, as FSDP gathers the state
-    own = [name for group in groups for name in _listed(group, "param_names")]
+    validate_hashes(numbers)
+    validate_hashes(keys)
+    state = dict(pairs)
+    own = [name for group in groups for name in _listed(group, "param_names") if type(name) is str]
     given = own if template is None else list(template)
     names = dict(zip(numbers, given, strict=False))
     if template is not None:
         _validate_template(template, numbers, state, names, where)
-    if not given or len(given) != len(numbers) or len(set(given)) != len(given) or not state.keys() <= names.keys():
+    if not (given and len(given) == len(set(given)) == len(names) == len(numbers) and state.keys() <= names.keys()):
         return value, {str(number): each for number, each in state.items()}
-    budget.take(STEP_NBYTES * len(names))
     for group in groups:
         group["params"] = [names[number] for number in _listed(group, "params")]
     fields["state"] = Pairs((names[number], each) for number, each in state.items())

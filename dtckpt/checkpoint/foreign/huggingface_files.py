@@ -150,7 +150,7 @@ class _PartsReader:
                 continue
             key = match[1] or match[2]
             if key.startswith("optimizer"):
-                self._read_optimizer(key, name, template)
+                self._read_optimizer(key, name, template if key == "optimizer" else None)
             else:
                 self._add_value((key,), name, self._value((key,), name))
         self._read_random_states()
@@ -250,14 +250,19 @@ class _PartsReader:
 
     def _read_optimizer(self, key: str, name: str, template: Mapping[str, tuple[int, ...]] | None) -> None:
         numbered: dict[str, Any] = {}
+        misfit = False
 
         def named(value: Any) -> Any:
+            nonlocal misfit
+            misfit = template is not None
             value, without = with_names(value, template, f"{self._folder}/{name}", self._budget)
             numbered.update(without)
+            misfit = False
             return value
 
         value = self._value((key,), name, named)
-        if template is not None and isinstance(value, CheckpointCorruptError):
+        # The user's own file is not to be passed over, as a damaged part is.
+        if misfit and isinstance(value, DtckptError):
             raise value
         self._add_value((key,), name, value)
         if numbered:
@@ -343,9 +348,9 @@ class _PartsReader:
             # Before it is parsed: each value follows one of these characters.
             self._budget.take(NODE_NBYTES * sum(data.count(each) for each in b"[{,:"))
             node = trees.flatten(json.loads(data), lambda _: False, at=key)[1]
-        except (MalformedError, ValueError, RecursionError) as error:
-            self.refused[key] = CheckpointCorruptError(f"{where} is damaged: its JSON cannot be read: {error}")
         except DtckptError as error:
             self.refused[key] = error
+        except (MalformedError, ValueError, RecursionError) as error:
+            self.refused[key] = CheckpointCorruptError(f"{where} is damaged: its JSON cannot be read: {error}")
         else:
             self._add({"dict": [[key, node]]}, {}, {})

@@ -85,7 +85,7 @@ class SharedBox:
 
     def view(self, memory: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the view of a region's memory that has the box's shape in the source."""
-        # Neither step copies: the first one cuts dims, and the last one joins what the first one has cut.
+        # No step copies: the last one joins dims that the first one has cut.
         part: np.ndarray[Any, Any] = memory[self.slices] if self.slices else memory
         return part.reshape(self.sizes).transpose(self.order).reshape(self.region.shape)
 
