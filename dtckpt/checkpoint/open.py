@@ -54,18 +54,28 @@ def open_checkpoint(path: str | Location, *, map: MapLike | None = None) -> Chec
             `ShapeMismatchError`, or another `CheckpointError`.
     """
     location = location_of(path)
+    if map is not None and is_live(location):
+        raise _not_stored(location)
+    return mapped(_open(location), map)
+
+
+def mapped(checkpoint: Checkpoint, map: MapLike | None) -> Checkpoint:  # noqa: A002  (as an option)
+    """Return an open checkpoint under the names and shapes of a map, if there is one. Raises: as `open_checkpoint`."""
     if map is None:
-        return _open(location)
-    rules = map if isinstance(map, TensorMap) else TensorMap.load(map)
-    if is_live(location):
-        raise ConfigError(f"maps are for checkpoints on storage; got the live version {location}; convert it first")
-    stored = _open(location)
+        return checkpoint
     try:
-        files = MappedFiles(stored.files, rules, known_sizes(stored.values, _read_config(stored.path)))
+        if type(checkpoint) is not Checkpoint:
+            raise _not_stored(checkpoint.path)
+        rules = map if isinstance(map, TensorMap) else TensorMap.load(map)
+        files = MappedFiles(checkpoint.files, rules, known_sizes(checkpoint.values, _read_config(checkpoint.path)))
     except BaseException:
-        stored.close()
+        checkpoint.close()
         raise
-    return Checkpoint(stored.path, files, lambda: open_checkpoint(location, map=rules))
+    return Checkpoint(checkpoint.path, files, lambda: open_checkpoint(checkpoint.path, map=rules))
+
+
+def _not_stored(where: Location) -> ConfigError:
+    return ConfigError(f"maps are for checkpoints on storage; got {where}, which is in memory; save it first")
 
 
 def _read_config(where: Location) -> Any:

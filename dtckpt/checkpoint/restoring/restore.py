@@ -18,7 +18,7 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import validate_mode
 from dtckpt.checkpoint.live.versions import is_live
-from dtckpt.checkpoint.open import open_checkpoint
+from dtckpt.checkpoint.open import mapped, open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.per_client import ClientNumber
@@ -119,20 +119,19 @@ def restore(
     if strict is not None:
         options = replace(options or RestoreOptions(), strict=strict)
     request = _RestoreRequest.of(
-        path, chooser_of(path, options), target, options or RestoreOptions(), mesh=mesh, layouts=layouts, group=group
+        path, chooser_of(path), target, options or RestoreOptions(), mesh=mesh, layouts=layouts, group=group
     )
     return request.run(StagedRestore.apply)
 
 
-def chooser_of(path: str | Location, options: RestoreOptions | None = None) -> Choose:
+def chooser_of(path: str | Location) -> Choose:
     """Return how clients agree on the checkpoint at a path: the path tells it, but for a live version."""
-    rules = None if options is None else options.map
-    if is_live(path) and rules is None:
+    if is_live(path):
         # Here, because few restores need it, and it imports the coordinator's client.
         from dtckpt.checkpoint.live.version_choice import VersionChoice
 
         return VersionChoice.of_location(path)
-    return lambda _: nullcontext(lambda: open_checkpoint(path, map=rules))
+    return lambda _: nullcontext(lambda: open_checkpoint(path))
 
 
 def restore_opened(
@@ -222,7 +221,7 @@ def run_restore(
         coordination: The connection to the other clients.
         participants: The clients that restore.
     """
-    request = _RestoreRequest(path, chooser_of(path, options), plan, options, coordination, participants)
+    request = _RestoreRequest(path, chooser_of(path), plan, options, coordination, participants)
     return request.run(StagedRestore.apply)
 
 
@@ -422,7 +421,7 @@ def _prepare(
     options, aside = request.options, request.aside
     validate_mode()
     with gc_paused():
-        checkpoint = open_()
+        checkpoint = mapped(open_(), options.map)
         planned = request.plan(checkpoint)
         checkpoint.validate_wanted(name for name, _ in planned.leaves)
         report = planned.report(checkpoint)

@@ -154,7 +154,15 @@ def test_a_tree_keeps_what_the_map_does_not_take(tmp_path):
     assert all(torch.equal(restored["model"][name], tensor) for name, tensor in wanted.items())
 
 
-def test_into_a_target_on_a_mesh(tmp_path):
+def test_by_a_manager(tmp_path):
+    with dtckpt.CheckpointManager(tmp_path / "run", is_async=False) as manager:
+        manager.save(1, STATE, force=True)
+        target = {name: torch.empty(tensor.shape) for name, tensor in mapped(STATE).items()}
+        manager.restore(target=target, options=RestoreOptions(map=rules(), allow_unexpected=True))
+    assert all(torch.equal(target[name], tensor) for name, tensor in mapped(STATE).items())
+
+
+def test_into_a_target(tmp_path):
     path = write(tmp_path / "c", STATE, "none")
     target = {name: torch.empty(tensor.shape) for name, tensor in mapped(STATE).items()}
     dtckpt.restore(path, target, options=RestoreOptions(map=rules(), allow_unexpected=True))
@@ -314,6 +322,6 @@ def test_sizes_of_heads():
 
 
 def test_maps_are_for_checkpoints_on_storage():
-    with pytest.raises(errors.ConfigError, match="convert it first"):
+    with pytest.raises(errors.ConfigError, match="save it first"):
         dtckpt.open_checkpoint("live://feed", map=rules())
     assert main(["convert", "live://feed", "x", "--map", "megatron-llama"]) == 2
