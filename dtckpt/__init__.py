@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.managing.manager import CheckpointManager
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
     from dtckpt.checkpoint.managing.retention import Retention
+    from dtckpt.checkpoint.mapping.map_rules import TensorMap
     from dtckpt.checkpoint.open import open_checkpoint
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
     from dtckpt.checkpoint.per_client import PerClient
@@ -96,6 +97,7 @@ _MODULES = {
     "checkpoint.tiers.local_restore": ("LocalRestore",),
     "checkpoint.tiers.options": ("LocalTier",),
     "checkpoint.open": ("open_checkpoint",),
+    "checkpoint.mapping.map_rules": ("TensorMap",),
     "checkpoint.reading.checkpoint": ("Checkpoint",),
     "checkpoint.live.lent_version": ("LentVersion",),
     "checkpoint.live.publisher": ("Publisher",),
@@ -196,6 +198,7 @@ __all__ = [
     "StagedVersion",
     "Subscriber",
     "TensorInfo",
+    "TensorMap",
     "TensorParts",
     "VerifyReport",
     "abstract_mesh",

@@ -91,10 +91,9 @@ class DeepspeedFiles:
         below = self.folder / UNIVERSAL
         names = (
             [
-                f"{each.name}/{name}"
+                f"{each.name}/{name}" if name else each.name
                 for each in os.scandir(below.path)
-                if each.is_dir()
-                for name in os.listdir(each.path)
+                for name in (os.listdir(each.path) if each.is_dir() else [""])
             ]
             if isinstance(below, LocalFolder)
             else [name.removeprefix(f"{UNIVERSAL}/") for name in self.folder.names(f"{UNIVERSAL}/")]

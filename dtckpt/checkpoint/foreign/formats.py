@@ -8,9 +8,11 @@ index.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from dtckpt.checkpoint.foreign import (
@@ -19,6 +21,7 @@ from dtckpt.checkpoint.foreign import (
     deepspeed_files,
     deepspeed_tree,
     fsdp_files,
+    huggingface_files,
     megatron,
     megatron_zarr,
     orbax_files,
@@ -41,6 +44,7 @@ from dtckpt.storage.url import Url
 
 HEAD_NBYTES = 64
 """Bytes from the start of a file by which its format is recognized."""
+_NUM_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,15 @@ FORMATS: dict[str, ForeignFormat] = {
             is_file=megatron_zarr.is_file,
             is_folder=megatron_zarr.is_folder,
             read_index=megatron_zarr.read_index,
+        ),
+        ForeignFormat(
+            kind=huggingface_files.KIND,
+            title="a folder of transformers' Trainer, of accelerate or of PEFT",
+            suffixes=(),
+            markers=huggingface_files.MARKERS,
+            is_file=huggingface_files.is_file,
+            is_folder=huggingface_files.is_folder,
+            read_index=huggingface_files.read_index,
         ),
         ForeignFormat(
             kind=safetensors_files.KIND,
@@ -187,6 +200,8 @@ def open_foreign(where: Location) -> CheckpointFiles | None:
             return None
         with gc_paused():
             index = found.form.read_index(found.folder, found.names)
+            if beside := [name for name in found.beside if name not in index.files]:
+                index = replace(index, unread=(*index.unread, *beside))
             if isinstance(index, ChunkIndex):
                 return ChunkFiles(found.folder, index)
             return PieceFiles(found.folder, index, is_remote=is_remote(where))
@@ -194,11 +209,19 @@ def open_foreign(where: Location) -> CheckpointFiles | None:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Another library's checkpoint: its folder, the names in it, and its format."""
+    """Another library's checkpoint.
+
+    Args:
+        folder: Its folder.
+        names: The names in it.
+        form: Its format.
+        beside: Names of other files of the place that the user named, such as those around a folder of weights.
+    """
 
     folder: Folder
     names: Collection[str]
     form: ForeignFormat
+    beside: Sequence[str] = ()
 
 
 def _found(where: Location) -> _Found | None:
@@ -210,10 +233,11 @@ def _found(where: Location) -> _Found | None:
     elif has_foreign_name(where) and (file := _as_file(open_folder(where.parent), where.name)) is not None:
         return file
     if (outer := _listed(where)) is not None:
-        inner = (_listed(where / name) for name in _inner_folders(*outer))
-        for listed in itertools.chain([outer], inner):
+        for name in itertools.chain([""], _inner_folders(*outer)):
+            listed = _listed(where / name) if name else outer
             if listed is not None and (found := _as_folder(*listed)) is not None:
-                return found
+                around = sorted(set(outer[1]) - {name}) if name in INNER_FOLDERS else ()
+                return replace(found, beside=[f"../{each}" for each in around])
     return _as_prefix(where)
 
 
@@ -223,7 +247,9 @@ def _listed(where: Location) -> tuple[Folder, Collection[str]] | None:
         return (LocalFolder(where), LocalFolder(where).names()) if where.is_dir() else None
     folder = open_folder(where)
     names = dict.fromkeys([*POINTERS, *(name for form in FORMATS.values() for name in form.markers)])
-    return folder, [name for name in names if _head(folder, name) is not None]
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-markers") as pool:
+        heads = pool.map(partial(_head, folder), names)
+        return folder, [name for name, head in zip(names, heads, strict=True) if head is not None]
 
 
 def _inner_folders(folder: Folder, names: Collection[str]) -> Iterator[str]:
@@ -247,7 +273,10 @@ def _as_prefix(where: Location) -> _Found | None:
         name = f"{where.name}{form.prefix_suffix}"
         try:
             if form.prefix_suffix and _head(folder, name) is not None:
-                return _Found(folder, [name], form)
+                below = f"{where.name}."
+                same = folder.names(below) if isinstance(folder, LocalFolder) else ()
+                # A name with one more dot is of another prefix.
+                return _Found(folder, [name], form, [each for each in same if "." not in each.removeprefix(below)])
         except MalformedError:
             continue  # it is no file
         except OSError as error:

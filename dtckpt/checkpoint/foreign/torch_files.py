@@ -1,6 +1,7 @@
 """Find and read files of ``torch.save``, and streams within files: the tree in the pickle, and where each tensor is.
 
-A model of transformers may lie in several files, which an index names: ``pytorch_model.bin.index.json``.
+A model of transformers may lie in a folder: in ``pytorch_model.bin``, or in several files, which an index names:
+``pytorch_model.bin.index.json``.
 
 A stream is a part of a file, as in PyTorch's distributed checkpoints: a small zip around the elements of one tensor.
 Its first and last bytes tell where they are::
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,9 @@ from dtckpt.storage.regular_files import regular_nbytes
 KIND = "torch"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_SUFFIX = ".bin.index.json"
-MARKERS = (f"pytorch_model{INDEX_SUFFIX}",)
+WHOLE = ("pytorch_model.bin", "adapter_model.bin")
+"""Names that Hugging Face's libraries give to a model in one file."""
+MARKERS = (f"pytorch_model{INDEX_SUFFIX}", *WHOLE)
 _MAX_BITS = 60
 
 
@@ -53,8 +56,8 @@ def is_file(name: str, head: bytes) -> bool:
 
 
 def is_folder(names: Collection[str]) -> bool:
-    """Whether a directory is such a checkpoint: if it has an index of several files."""
-    return any(name.endswith(INDEX_SUFFIX) for name in names)
+    """Whether a directory is such a checkpoint: if it has a model in one file, or an index of several files."""
+    return any(name.endswith(INDEX_SUFFIX) or name in WHOLE for name in names)
 
 
 def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
@@ -62,7 +65,8 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
 
     Args:
         folder: The folder that the file is in.
-        names: The name of the file or of the index; or all names in the folder, if one of them is an index.
+        names: The name of the file or of the index; or all names in the folder, if one of them is an index or of
+            `WHOLE`.
 
     Raises:
         CheckpointCorruptError: A file is missing, cut short or malformed; or two have a tensor of one name.
@@ -70,9 +74,9 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
         TreeError: The object in a file is neither a tensor nor a container nor a plain value.
     """
     indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
-    if not indexes:
-        (name,) = names
-        return _read_file(folder, name)
+    alone = next((name for name in WHOLE if name in names), None if indexes else next(iter(names)))
+    if alone is not None:
+        return replace(_read_file(folder, alone), unread=tuple(sorted(set(names) - {alone})))
     if len(indexes) > 1:
         raise CheckpointCorruptError(f"{folder} holds several models: {', '.join(indexes)[:200]}; open one by its path")
     return _read_parts(folder, indexes[0], names)

@@ -18,7 +18,7 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import validate_mode
 from dtckpt.checkpoint.live.versions import is_live
-from dtckpt.checkpoint.open import open_checkpoint
+from dtckpt.checkpoint.open import mapped, open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.per_client import ClientNumber
@@ -441,7 +441,7 @@ def _prepare(
     options, aside = request.options, request.aside
     validate_mode()
     with gc_paused():
-        checkpoint = open_()
+        checkpoint = mapped(open_(), options.map)
         planned = request.plan(checkpoint)
         checkpoint.validate_wanted(name for name, _ in planned.leaves)
         report = planned.report(checkpoint)

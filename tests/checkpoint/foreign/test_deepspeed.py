@@ -14,7 +14,7 @@ from dtckpt import errors
 from dtckpt.cli.main import main
 
 from . import deepspeed_cases as cases
-from .peer_samples import expected, facts, read_all
+from .sample_files import expected, facts, read_all
 
 SAMPLES = ("z1_fp32_2", "z1_bf16_2_bf16opt", "z2_bf16_2", "z3_bf16_2")
 UNIVERSAL = ("z2_bf16_2_universal", "z3_bf16_2_universal")

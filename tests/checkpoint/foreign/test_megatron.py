@@ -13,7 +13,7 @@ from dtckpt import errors
 from dtckpt.checkpoint.foreign.pickle_syntax import Pairs, PickledCall, parse_pickle
 from dtckpt.cli.main import main
 
-from .peer_samples import expected, read_all
+from .sample_files import expected, read_all
 
 STEPS = {
     **{f"megatron_versions/v{version}": "iter_0000007" for version in ("0.13.1", "0.15.3", "0.19.0")},

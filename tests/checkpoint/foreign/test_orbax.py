@@ -13,7 +13,7 @@ from storage.untrusted.hostile_files import mutated
 from support.states import differences
 
 import dtckpt
-from checkpoint.foreign.sample_files import SAMPLES, entry, expected
+from checkpoint.foreign.sample_files import SAMPLES, content, entry
 from dtckpt import Region, abstract_mesh, errors
 from dtckpt.checkpoint.foreign import orbax_files
 
@@ -41,7 +41,7 @@ def named(tree, path=()):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_samples(name):
-    wanted, notes = expected("orbax", name)
+    wanted, notes = content(ORBAX, name)
     with dtckpt.open_checkpoint(ORBAX / notes["folder"]) as checkpoint:
         assert checkpoint.format == "orbax"
         assert (checkpoint.refused, checkpoint.unread) == ({}, ())

@@ -10,7 +10,7 @@ from awscrt.checksums import crc32c
 from storage.untrusted.hostile_files import mutated
 
 import dtckpt
-from checkpoint.foreign.sample_files import SAMPLES, entry, expected
+from checkpoint.foreign.sample_files import SAMPLES, content, entry
 from dtckpt import DTensorCheckpoint, DVariable, Layout, Region, abstract_mesh, errors
 from dtckpt.checkpoint.foreign import object_graph, tensor_bundle
 from dtckpt.checkpoint.foreign.sstable import mask, read_table, table_bytes, unmask
@@ -25,7 +25,7 @@ MESH = abstract_mesh({"x": 2, "y": 2})
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_samples(name):
-    wanted, _ = expected("tensorflow", name)
+    wanted, _ = content(TENSORFLOW, name)
     has_graph = OBJECT_GRAPH in wanted
     with dtckpt.open_checkpoint(PREFIXES[name]) as checkpoint:
         assert checkpoint.format == "tensorflow"
