@@ -68,6 +68,7 @@ PROGRAMS = (
     Program("save_restore_fsdp2", "save_restore", "--fsdp2", quick=None, clients=2),
     Program("async_save", "async_save", "--mib 2048", quick="--mib 64 --rounds 1", clients=2),
     Program("save_cost", "save_cost", quick="--mib 64 --rounds 1", clients=2),
+    Program("reuse", "reuse", quick="--mib 64 --steps 3 --rounds 1", clients=2),
     Program("object_store", "object_store", quick="--mib 32 --small 100 --rounds 1", clients=1),
     Program("object_store_2", "object_store", quick=None, clients=2),
     Program("dcp_plugin", "dcp_plugin", quick="--tensors 8 --rounds 1", clients=2),

@@ -5,7 +5,8 @@ fifo in the place of a lock. No such entry leads out of the directory:
 
 * a directory is opened name by name, and its entries are named relative to the open directory (openat(2)). A link in
   the place of a folder is an error;
-* a new file is created exclusively. So it is written neither through a link, nor into a file that has other names;
+* a new file is created exclusively. So it is written neither through a link, nor into a file that has other names:
+  checkpoints that share a file are safe from each other;
 * an entry is removed by its name: a link as a link.
 
 The base directory is the user's choice, so links on the way to it are followed. So are links to files that are only
@@ -16,19 +17,25 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import re
 import secrets
 import shutil
 import stat
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from copy import copy
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
 from typing_extensions import override
 
 from dtckpt.storage import fsync
+from dtckpt.storage.failures import MalformedError
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.regular_files import open_regular, regular_nbytes, too_long_error
 
@@ -46,6 +53,12 @@ _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NUM_TRIES = 8
 """How often a file is created anew if others create it, too."""
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+"""Error numbers of a hard link that the file system refuses; the file is copied then."""
+_NO_COPY_RANGE = (errno.EXDEV, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM)
+_COPY_NBYTES = 64 << 20
+
+logger = logging.getLogger("dtckpt.storage")
 
 
 class LocalFolder(Folder):
@@ -66,6 +79,14 @@ class LocalFolder(Folder):
 
     def __truediv__(self, name: str) -> Self:
         return type(self)(self._base, *self._below, *name.split("/"))
+
+    def hold(self) -> LocalFolder:
+        """Return this very directory, whatever takes its name later or removes it.
+
+        Raises:
+            OSError: There is no such directory, or the system does not name open files by ``/proc``.
+        """
+        return _HeldFolder(self)
 
     @contextmanager
     def _opened(self, below: Sequence[str] = ()) -> Iterator[int]:
@@ -220,6 +241,32 @@ class LocalFolder(Folder):
                 with suppress(OSError):
                     os.unlink(draft, dir_fd=folder)
 
+    @override
+    def share(self, source: Folder, sizes: Mapping[str, int]) -> bool:
+        """Share files by hard links; where the file system refuses one, copy the file: as a reflink, where it can."""
+        if not isinstance(source, LocalFolder):
+            return False
+        refusal: OSError | None = None
+        for below, names in groupby(sorted(sizes), lambda name: name.rpartition("/")[0]):
+            inner = below.split("/") if below else []
+            self._make_below(inner)
+            with source._opened(inner) as old, self._opened(inner) as new:
+                for name in names:
+                    refusal = _share_file(name.rpartition("/")[2], sizes[name], old, new) or refusal
+        if refusal is not None:
+            _tell_copies(os.strerror(refusal.errno or 0), Path(str(source)).parent, self._base)
+        return True
+
+    def _make_below(self, below: Sequence[str]) -> None:
+        """Make a directory below, and all between, where they are missing."""
+        try:
+            with self._opened(below):
+                return
+        except FileNotFoundError:
+            pass
+        for depth in range(len(below)):
+            (self / "/".join(below[: depth + 1])).make()
+
     def open_lock(self, name: str, *, to_write: bool) -> int:
         """Open a file whose record locks tell processes apart; return its descriptor. Does not wait.
 
@@ -307,6 +354,87 @@ class LocalFolder(Folder):
                     with suppress(FileNotFoundError, IsADirectoryError):
                         if os.lstat(name, dir_fd=folder).st_mtime < before_s:
                             os.unlink(name, dir_fd=folder)
+
+
+class _HeldFolder(LocalFolder):
+    """A directory that stays open as long as this folder, or one below it, lives.
+
+    Args:
+        folder: The directory.
+    """
+
+    def __init__(self, folder: LocalFolder) -> None:
+        with folder._opened() as descriptor:
+            self._anchor = _Anchor(os.dup(descriptor))
+        super().__init__(Path(f"/proc/self/fd/{self._anchor.descriptor}"))
+        self._where = folder.path
+        with self._opened():
+            pass
+
+    @override
+    def __str__(self) -> str:
+        return str(self._where)
+
+    @override
+    def __truediv__(self, name: str) -> Self:
+        inner = copy(self)
+        inner._below = (*self._below, *name.split("/"))
+        inner.path, inner._where = self.path / name, self._where / name
+        return inner
+
+
+class _Anchor:
+    """A descriptor that is closed when the last folder that has it is gone."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+
+@cache
+def _tell_copies(reason: str, source: Path, target: Path) -> None:
+    """Log that files are copied and not linked; once for a pair of folders, as it will be so for every checkpoint."""
+    logger.warning("files shared by checkpoints in %s and %s are copied, not linked: %s", source, target, reason)
+
+
+def _share_file(name: str, least: int, old: int, new: int) -> OSError | None:
+    """Make a file of one open directory a file of another; return why it had to be copied, if it had to be."""
+    found = os.stat(name, dir_fd=old, follow_symlinks=False)
+    if not stat.S_ISREG(found.st_mode) or found.st_size < least:
+        raise MalformedError(f"{name} is no file of at least {least} bytes")
+    try:
+        os.link(name, name, src_dir_fd=old, dst_dir_fd=new, follow_symlinks=False)
+    except FileExistsError:
+        # Another client needs the file, too. If it is another file, that client has copied it.
+        return None
+    except OSError as error:
+        if error.errno not in NO_LINK:
+            raise
+        _copy_file(name, old, new)
+        return error
+    return None
+
+
+def _copy_file(name: str, old: int, new: int) -> None:
+    """Copy a file; it gets its name when it is whole."""
+    draft = f".{name.lstrip('.')}.{secrets.token_hex(8)}{_DRAFT_SUFFIX}"
+    source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=old)
+    try:
+        with open(source, "rb", closefd=False) as read, open(os.open(draft, _NEW_FILE, 0o666, dir_fd=new), "wb") as to:
+            try:
+                while os.copy_file_range(source, to.fileno(), _COPY_NBYTES):
+                    pass
+            except OSError as error:
+                if error.errno not in _NO_COPY_RANGE or read.tell():
+                    raise
+                shutil.copyfileobj(read, to)
+        os.rename(draft, name, src_dir_fd=new, dst_dir_fd=new)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft, dir_fd=new)
+        raise
+    finally:
+        os.close(source)
 
 
 def _new_file(name: str, folder: int) -> int:
