@@ -74,9 +74,14 @@ class LocalFolder(Folder):
 
     @contextmanager
     def held(self) -> Iterator[LocalFolder]:
-        """Yield, in a context, this very directory, even if it is renamed and another one takes its name meanwhile."""
-        with self._opened() as descriptor:
-            yield LocalFolder(Path(f"/proc/self/fd/{descriptor}"), shown=self._shown.joinpath(*self._below))
+        """Yield, in a context, this very directory, even if it is renamed and another one takes its name meanwhile.
+
+        Raises:
+            NotADirectoryError: A link has the directory's name.
+        """
+        own = self if self._below else LocalFolder(self._base.parent, self._base.name)
+        with own._opened() as descriptor:
+            yield LocalFolder(Path(f"/proc/self/fd/{descriptor}"), shown=Path(str(self)))
 
     @contextmanager
     def _opened(self, below: Sequence[str] = ()) -> Iterator[int]:

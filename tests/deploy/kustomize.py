@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FOLDERS = ("overlays/standalone", "overlays/sidecar", "overlays/jobset", "overlays/local-tier", "reshard")
+FOLDERS = ("overlays/standalone", "overlays/sidecar", "overlays/jobset", "overlays/local-tier", "reshard", "scrub")
 
 
 def render(folder: Path) -> list[dict[str, Any]]:

@@ -352,6 +352,7 @@ class _CheckpointCopy:
         links, folder = self._options.links, self._target.locate()
         if links is None or not isinstance(folder, LocalFolder):
             return
+        folder = LocalFolder(folder.path.parent, folder.path.name)  # which follows no link in the step's place
         for name, file in files.items():
             if file.inode is not None and file.num_names > 1 and file.inode not in links:
                 links[file.inode] = LinkedCopy(folder, name, folder.inode(name) if is_verified else None)

@@ -250,7 +250,11 @@ class _ScrubRun:
         except CheckpointIncompleteError:
             folder = place.folder  # a step's name, and no manifest: the manifest was lost
         with translate_errors("open the checkpoint", where):
-            return stack.enter_context(folder.held()) if isinstance(folder, LocalFolder) else folder
+            try:
+                return stack.enter_context(folder.held()) if isinstance(folder, LocalFolder) else folder
+            except (FileNotFoundError, NotADirectoryError) as error:
+                logger.warning("%s is passed over: %s", where, error)  # removed meanwhile, or a link to elsewhere
+                return None
 
     def _is_there(self, where: Location, folder: Folder) -> bool:
         """Whether a folder is still the checkpoint at a path."""

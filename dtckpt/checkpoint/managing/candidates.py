@@ -61,7 +61,7 @@ def newest_first(saved: Saved, held: Collection[HeldSave]) -> list[Candidate]:
         smallest = step if smallest is None else min(step, smallest)
         # A save that is lost still tells that its run went back.
         if save is None or save.is_restorable:
-            found.append(Candidate(step, save.save.name if save else "", is_abandoned))
+            found.append(Candidate(step, save.save.name if save else "", is_abandoned=is_abandoned))
 
     for step in sorted(current_steps(saved), reverse=True):
         number = saved[step].number

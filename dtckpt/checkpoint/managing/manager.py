@@ -538,6 +538,8 @@ class CheckpointManager:
         self._saved = None
         self._schedule.note_restored()
         self._damaged.update(each for each in skipped if each != chosen.step)
+        if chosen.is_mirrored:
+            self._damaged.add(chosen.step)  # the root lacks it, or has it damaged
         if tier is not None:
             tier.go_on_from(chosen, restored.damaged, self._write_durable)
         return RestoredStep(chosen.step, tree, skipped, local, chosen.is_mirrored)

@@ -21,7 +21,14 @@ from dtckpt.checkpoint.managing.retention import Retention
 from dtckpt.checkpoint.managing.root import root_of
 from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.comm.background_threads import begin
-from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, ConfigError, DtckptError, StorageError
+from dtckpt.errors import (
+    CheckpointConflictError,
+    CheckpointIncompleteError,
+    CheckpointNotFoundError,
+    ConfigError,
+    DtckptError,
+    StorageError,
+)
 from dtckpt.storage.location import Location, is_inside, location_of
 from dtckpt.storage.whole_files import RateLimit
 
@@ -177,7 +184,10 @@ class MirrorCopies:
 
     def _copy(self, step: int) -> None:
         # The root's rules may have removed the step before its turn came; or a save replaces it now, and is next.
-        with suppress(CheckpointNotFoundError, CheckpointIncompleteError), self._pin(step):
+        with (
+            suppress(CheckpointNotFoundError, CheckpointIncompleteError, CheckpointConflictError),
+            self._pin(step),
+        ):
             copied = copy_checkpoint(self._folders.path(step), self.path(step), self._options)
             logger.info("step %d is copied to %s in %.1f s", step, copied.target, copied.seconds)
 

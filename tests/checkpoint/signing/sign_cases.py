@@ -1,0 +1,43 @@
+"""Functions that client processes run in the tests of signatures."""
+
+from __future__ import annotations
+
+from checkpoint.client_cases import Tensors, mesh_over_all, tree_on
+
+import dtckpt
+from dtckpt import RestoreOptions
+
+TENSORS: Tensors = {"w": ((600, 256), "float32", ["x", "unsharded"]), "copies": ((40, 5), "int64", ["unsharded"] * 2)}
+
+
+def save(path: str) -> None:
+    """Save the tensors on all clients."""
+    dtckpt.save(path, tree_on(mesh_over_all({"x": 2}, 1), TENSORS, "signed"))
+
+
+def restore(path: str, key: str, read_once: bool | None) -> bool:
+    """Restore by a trusted key; return whether the elements are right. A refused restore fills nothing."""
+    mesh = mesh_over_all({"x": 2}, 1)
+    wanted, target = tree_on(mesh, TENSORS, "signed"), tree_on(mesh, TENSORS, "other")
+    before = tree_on(mesh, TENSORS, "other")
+    try:
+        dtckpt.restore(path, target, options=RestoreOptions(trusted_keys=[key], read_once=read_once))
+    except dtckpt.errors.CheckpointUntrustedError:
+        assert _is_equal(target, before)
+        raise
+    return _is_equal(target, wanted)
+
+
+def restore_by_own_keys(path: str, key: str) -> None:
+    """Restore with a trusted key on client 0 only."""
+    target = tree_on(mesh_over_all({"x": 2}, 1), TENSORS, "other")
+    keys = [key] if dtckpt.client_id() == 0 else []
+    dtckpt.restore(path, target, options=RestoreOptions(trusted_keys=keys))
+
+
+def _is_equal(one: dict[str, dtckpt.DTensor], other: dict[str, dtckpt.DTensor]) -> bool:
+    return all(
+        part.equal(theirs)
+        for name in one
+        for part, theirs in zip(dtckpt.unpack(one[name]), dtckpt.unpack(other[name]), strict=True)
+    )
