@@ -33,8 +33,8 @@ def open_checkpoint(path: str | Location, *, trusted_keys: Sequence[KeySource] =
 
     Args:
         path: The checkpoint.
-        trusted_keys: Public keys, PEM files or their bytes, of which one must have signed the checkpoint (`dtckpt.sign`).
-            Then every byte that is read is compared with the signed digests.
+        trusted_keys: Public keys, PEM files or their bytes, of which one must have signed the checkpoint
+            (`dtckpt.sign`). Then every byte that is read is compared with the signed digests.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint of a known format at the path.
@@ -90,4 +90,6 @@ def open_checkpoint(path: str | Location, *, trusted_keys: Sequence[KeySource] =
 def _refuse_unsigned(where: Location, trusted_keys: Sequence[KeySource]) -> None:
     """Refuse what no key can have signed, if a trusted key is asked for."""
     if trusted_keys:
-        raise CheckpointUntrustedError(f"{where} is no checkpoint that dtckpt sign has signed; convert and sign it first")
+        raise CheckpointUntrustedError(
+            f"{where} is no checkpoint that dtckpt sign has signed; convert and sign it first"
+        )

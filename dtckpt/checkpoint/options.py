@@ -112,9 +112,9 @@ class RestoreOptions:
         read_once: Whether one client reads each byte from storage, and hands it on to the clients that need it: in the
             memory of a host, or by messages. Applies to large tensors. Default: where that is faster
             (docs/checkpointing.md).
-        trusted_keys: Public keys, PEM files or their bytes, of which one must have signed the checkpoint (`dtckpt.sign`).
-            Before any tensor is filled, the clients together verify all files; then every byte that is read is verified
-            once more. The clients must pass the same keys.
+        trusted_keys: Public keys, PEM files or their bytes, of which one must have signed the checkpoint
+            (`dtckpt.sign`). Before any tensor is filled, the clients together verify all files; then every byte that is
+            read is verified once more. The clients must pass the same keys.
         progress: As in `SaveOptions`.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
     """

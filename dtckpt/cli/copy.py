@@ -32,7 +32,9 @@ A copy that was interrupted goes on where it was: start the same command again.
 
 @click.command("copy", epilog=EPILOG)
 @source_and_target
-@click.option("--newest", type=click.IntRange(min=1), metavar="N", help="Of a root: copy the N newest steps of the run.")
+@click.option(
+    "--newest", type=click.IntRange(min=1), metavar="N", help="Of a root: copy the N newest steps of the run."
+)
 @click.option("--steps", metavar="STEP,...", help="Of a root: copy these steps.")
 @click.option("--keep-links", is_flag=True, help="Keep hard links between the files of a root as hard links.")
 @click.option("--overwrite", is_flag=True, help="Replace another checkpoint at DST, once the copy is durable.")

@@ -25,7 +25,6 @@ from dtckpt.errors import (
     CheckpointConflictError,
     CheckpointCorruptError,
     CheckpointError,
-    CheckpointExistsError,
     CheckpointIncompleteError,
     CheckpointNotFoundError,
     ConfigError,
@@ -180,7 +179,9 @@ class _CheckpointCopy:
         plan = FilePlan.of(self._source, self._folder, manifest)
         validate_rest(self._source, self._folder, manifest)
         if missing := next((name for name in plan.chunks if name not in files), None):
-            raise CheckpointCorruptError(f"{self._source} is damaged: {missing} is missing, or is a link; mend it first")
+            raise CheckpointCorruptError(
+                f"{self._source} is damaged: {missing} is missing, or is a link; mend it first"
+            )
         with self._target.resume(f"copy-{bytes_digest(data):016x}") as attempt:
             copied = self._copy_files(attempt.folder, plan, files)
             with translate_errors("finish the copy", self._target.where):

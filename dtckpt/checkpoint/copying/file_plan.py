@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ _UNKNOWN_END = 1 << 62
 """The end of a file whose size storage does not tell."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class ChunkPlace:
     """A chunk in a file.
 
@@ -107,8 +108,7 @@ class FilePlan:
                         plan._find(values, entry, number, places)
         for name, found in places.items():
             found.sort(key=lambda place: place.start)
-            ends = zip(found, found[1:], strict=False)
-            if overlap := next((after for before, after in ends if after.start < before.stop), None):
+            if overlap := next((after for before, after in pairwise(found) if after.start < before.stop), None):
                 raise CheckpointCorruptError(
                     f"{where} is damaged: {overlap.text} shares bytes of {name} with another chunk"
                 )

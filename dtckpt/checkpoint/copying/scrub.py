@@ -16,7 +16,6 @@ from dtckpt.checkpoint.managing.root import Root, root_of
 from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.errors import (
     CheckpointConflictError,
-    CheckpointError,
     CheckpointIncompleteError,
     CheckpointNotFoundError,
     ConfigError,
@@ -107,7 +106,14 @@ def scrub(
     if copies == found.where:
         raise ConfigError(f"{copies} is the root itself; --from names a copy of it")
     with _alone(found):
-        run = _ScrubRun(found, copies, bytes_per_day, RateLimit(max_rate), progress or (lambda _name, _nbytes: None), now)
+        run = _ScrubRun(
+            found,
+            copies,
+            bytes_per_day=bytes_per_day,
+            limit=RateLimit(max_rate),
+            progress=progress or (lambda _name, _nbytes: None),
+            now=now,
+        )
         return run.run()
 
 
@@ -139,6 +145,7 @@ class _ScrubRun:
         self,
         root: Root,
         copies: Location | None,
+        *,
         bytes_per_day: float | None,
         limit: RateLimit,
         progress: ScrubProgress,
@@ -205,7 +212,7 @@ class _ScrubRun:
             if folder is None:
                 return True
             known = self._state.known.get(name)
-            job = CheckpointScrub(where, folder, self._copy_of(name), known, self._relink, self._count)
+            job = CheckpointScrub(where, folder, self._copy_of(name), known, relink=self._relink, count=self._count)
             return self._check(job, name, known, budget)
 
     def _check(self, job: CheckpointScrub, name: str, known: KnownCheckpoint | None, budget: float) -> bool:
@@ -296,7 +303,9 @@ class _ScrubRun:
             except FileNotFoundError:
                 return ScrubState()
             except (ValueError, OSError) as error:
-                logger.warning("%s in %s cannot be read, so the round begins again: %s", STATE_NAME, self._root.where, error)
+                logger.warning(
+                    "%s in %s cannot be read, so the round begins again: %s", STATE_NAME, self._root.where, error
+                )
                 return ScrubState()
 
     def _write_state(self) -> None:

@@ -5,16 +5,16 @@ chunk covers. Some of them have no digest in the checkpoint: bytes of data files
 are compared with the digest that they had when `scrub` first saw the checkpoint. Then the chunks, file by file.
 
 A file is mended as a whole: sound chunks are taken from the file, the others from the copy if they have the manifest's
-digest there. The new file is written beside the old one and renamed. If the old file has further names in the root (hard
-links), each of them gets the new file.
+digest there. The new file is written beside the old one and renamed. If the old file has further names in the root
+(hard links), each of them gets the new file.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from dtckpt.checkpoint.copying.file_plan import FilePlan, Segment, read_manifest, validate_rest
@@ -172,6 +172,7 @@ class CheckpointScrub:
         folder: Folder,
         copy_at: tuple[Location, Folder] | None,
         known: KnownCheckpoint | None,
+        *,
         relink: Callable[[WholeFile, LocalFolder, str], object],
         count: Callable[[int], object],
     ) -> None:
@@ -236,17 +237,25 @@ class CheckpointScrub:
 
     def _damaged(self, frame: Frame, name: str, segments: Sequence[Segment]) -> Iterator[str]:
         try:
-            with translate_errors("read {}", self._where, name, is_read=True), open_ranges(self.folder, name) as read:
+            with translate_errors("read {}", self._where, name, is_read=True), self._opened(name) as read:
                 for segment in segments:
                     data = read(segment.start, segment.stop)
                     self._count(data.nbytes)
                     for chunk in frame.plan.damaged(segment, data):
                         yield f"{chunk.text} is damaged"
-        except FileNotFoundError:
-            yield "the file is missing"
         except (CheckpointCorruptError, StorageError) as error:
             validate_damage(error)
             yield error.message
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[RangeSource]:
+        """Open a file of the checkpoint; a missing one counts as damage."""
+        with ExitStack() as stack:
+            try:
+                read = stack.enter_context(open_ranges(self.folder, name))
+            except FileNotFoundError:
+                raise MalformedError(f"{name} is missing") from None
+            yield read
 
     def _note(self, file: str, reason: str, *, is_mended: bool) -> None:
         self.damages.append(ScrubDamage(self._where, file, reason, is_mended))
@@ -323,23 +332,37 @@ class CheckpointScrub:
         """Yield the bytes of a file: sound chunks from the file, all else from the copy, verified."""
         with ExitStack() as stack:
             ours: RangeSource | None = None
-            with suppress(FileNotFoundError, MalformedError):
-                ours = stack.enter_context(open_ranges(self.folder, name))
+            with suppress(MalformedError):
+                ours = stack.enter_context(self._opened(name))
             theirs = stack.enter_context(open_ranges(copy.folder, name))
             for segment in copy.segments(name):
-                if segment.chunks and ours is not None:
-                    data = ours(segment.start, segment.stop)
-                    self._count(data.nbytes)
-                    if next(frame.plan.damaged(segment, data), None) is None:
-                        yield data
-                        continue
-                data = theirs(segment.start, segment.stop)
+                data = memoryview(b"") if ours is None or not segment.chunks else ours(segment.start, segment.stop)
                 self._count(data.nbytes)
-                if (bad := next(copy.plan.damaged(segment, data), None)) is not None:
-                    raise CheckpointCorruptError(f"{bad.text} is damaged in the copy, too")
+                lost = {chunk.start for chunk in frame.plan.damaged(segment, data)}
+                if lost or not segment.chunks:
+                    data = self._mended(segment, data, theirs(segment.start, segment.stop), lost, copy)
                 yield data
                 if data.nbytes < segment.stop - segment.start:
                     break
+
+    def _mended(
+        self, segment: Segment, ours: memoryview, theirs: memoryview, lost: Set[int], copy: Frame
+    ) -> memoryview:
+        """Return the bytes of a segment: its own chunks, but from the copy those that begin at a byte of ``lost``.
+
+        Raises:
+            CheckpointCorruptError: One of them is damaged in the copy, too.
+        """
+        self._count(theirs.nbytes)
+        if both := [chunk.text for chunk in copy.plan.damaged(segment, theirs) if chunk.start in lost]:
+            raise CheckpointCorruptError(f"{capped(both)} is damaged in the copy, too")
+        mended = bytearray(max(ours.nbytes, theirs.nbytes))
+        mended[: theirs.nbytes] = theirs
+        for chunk in segment.chunks:
+            if chunk.start not in lost:
+                at = slice(chunk.start - segment.start, chunk.stop - segment.start)
+                mended[at] = ours[at]
+        return memoryview(mended)
 
     def _replace(self, file: WholeFile | None, name: str, pieces: Iterator[memoryview]) -> None:
         with translate_errors("replace {}", self._where, name):

@@ -24,7 +24,7 @@ class KnownCheckpoint:
 
     Args:
         manifest: Digest of its manifest.
-        rest: Digest of the bytes that no chunk covers, when they were seen first; some of them have no digest elsewhere.
+        rest: Digest of the bytes that no chunk covers, when they were seen first; some have no digest elsewhere.
         num_damages: Damages that the last round found and that were not mended.
     """
 

@@ -87,6 +87,7 @@ def nearest_first(saved: Saved, mirrored: Saved, held: Collection[HeldSave]) -> 
     for each in newest_first({**mirrored, **saved}, held):
         if each.local or each.step in saved:
             found.append(each)
-        if not each.local and each.step in mirrored and mirrored[each.step] == saved.get(each.step, mirrored[each.step]):
+        copy = None if each.local else mirrored.get(each.step)
+        if copy is not None and copy == saved.get(each.step, copy):
             found.append(replace(each, is_mirrored=True))
     return found

@@ -169,7 +169,10 @@ class SignedFolder(Folder):
             CheckpointUntrustedError: A file was changed after it was signed.
             StorageError: Storage refused.
         """
-        with translate_errors("verify the signed files", self, is_read=True), Pool(NUM_THREADS, "dtckpt-signed") as pool:
+        with (
+            translate_errors("verify the signed files", self, is_read=True),
+            Pool(NUM_THREADS, "dtckpt-signed") as pool,
+        ):
             for nbytes in pool.map(self._validate_range, list(self._ranges())[index::count]):
                 note(nbytes)
 
@@ -249,7 +252,7 @@ def open_signed(where: Location, folder: Folder, trusted: Iterable[KeySource]) -
     found = signers(signed_message(envelope.payload), envelope.signatures, keys)
     if not found:
         raise CheckpointUntrustedError(
-            f"no trusted key has signed {where}; got signatures of keys {capped(map(repr, envelope.signatures)) or 'none'}, "
+            f"no trusted key has signed {where}; got keys {capped(map(repr, envelope.signatures)) or 'none'}, "
             f"expected one of {', '.join(keys)}"
         )
     try:

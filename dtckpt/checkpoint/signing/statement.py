@@ -1,4 +1,4 @@
-"""`SignedFiles`: the digests of a checkpoint's files that a signature covers; `Envelope`: them with the signatures; pure.
+"""`SignedFiles`: the digests of files that a signature covers; `Envelope`: the digests with the signatures; pure.
 
 The digests of the manifest (XXH3, CRC-64) find accidents, not forgeries: anyone can compute other bytes of the same
 digest. So the signature is over SHA-256 digests of the files, one for each block of 1 MiB or more, and a reader

@@ -33,7 +33,8 @@ def test_a_copy_has_the_same_files(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    "tree", [{}, {"a": torch.zeros(0, 3)}, {"s": torch.tensor(2.0), "n": None}, {"w": torch.zeros(1 << 20, dtype=torch.int8)}]
+    "tree",
+    [{}, {"a": torch.zeros(0, 3)}, {"s": torch.tensor(2.0), "n": None}, {"w": torch.zeros(1 << 20, dtype=torch.int8)}],
 )
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_odd_checkpoints(tmp_path, tree, kvstore):
@@ -44,7 +45,7 @@ def test_odd_checkpoints(tmp_path, tree, kvstore):
 
 def test_the_steps_of_a_root(tmp_path):
     save_steps(tmp_path / "run", [1, 2, 3])
-    assert [each.num_files for each in dtckpt.copy(tmp_path / "run", tmp_path / "a").checkpoints] == [7, 7, 7]
+    assert [each.num_files for each in dtckpt.copy(tmp_path / "run", tmp_path / "a").checkpoints] == [6, 6, 6]
     with dtckpt.CheckpointManager(tmp_path / "a") as manager:
         assert manager.all_steps() == [1, 2, 3]
         assert manager.metrics(2) == {"loss": 0.2}
@@ -98,7 +99,7 @@ def test_a_damaged_source_is_not_copied(tmp_path, kind):
     save_steps(tmp_path / "run", [1, 2], kind)
     file = max(files_in(step_folder(tmp_path / "run", 1)), key=lambda file: file.stat().st_size)
     flip(file, 2000)
-    with pytest.raises(errors.CheckpointCorruptError, match="'w'"):
+    with pytest.raises(errors.CheckpointCorruptError, match="chunk .* of tensor '(w|half)'"):
         dtckpt.copy(step_folder(tmp_path / "run", 1), tmp_path / "d")
     assert not (tmp_path / "d").exists()
     report = dtckpt.copy(tmp_path / "run", tmp_path / "copies")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from checkpoint.client_cases import Tensors, mesh_over_all, tree_on
-
 import dtckpt
+from checkpoint.client_cases import Tensors, mesh_over_all, tree_on
 from dtckpt import RestoreOptions
 
 TENSORS: Tensors = {"w": ((600, 256), "float32", ["x", "unsharded"]), "copies": ((40, 5), "int64", ["unsharded"] * 2)}

@@ -38,7 +38,12 @@ def strangers(tmp_path):
 
 def refused(path, public, match=""):
     """Check that a restore is refused, and that it fills nothing."""
-    target = {"w": torch.full((300, 257), -1.0), "half": torch.zeros(64, 33).bfloat16(), "tiny": torch.zeros(3), "step": 0}
+    target = {
+        "w": torch.full((300, 257), -1.0),
+        "half": torch.zeros(64, 33).bfloat16(),
+        "tiny": torch.zeros(3),
+        "step": 0,
+    }
     with pytest.raises(errors.CheckpointUntrustedError, match=match):
         dtckpt.restore(path, target, options=RestoreOptions(trusted_keys=[public]))
     assert bool((target["w"] == -1).all())
@@ -152,7 +157,9 @@ def test_keys_that_cannot_be_used(tmp_path, keys):
             RestoreOptions(trusted_keys=keys_)
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b"\xff", b"[" * 100_000, b'{"payloadType": "x", "signatures": []}'])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[]", b"\xff", b"[" * 100_000, b'{"payloadType": "x", "signatures": []}']
+)
 def test_a_prepared_signature_is_refused(tmp_path, keys, data):
     dtckpt.save(tmp_path / "s", state(1))
     (tmp_path / "s" / SIGNATURE_NAME).write_bytes(data)
