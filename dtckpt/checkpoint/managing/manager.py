@@ -76,8 +76,9 @@ class CheckpointManager:
             rules above then say which of them are also written to ``root``, from that memory. While such a write is
             under way, no other begins: a step that is due then gives its place to the next step that can be written.
         mirror: A path or URL, or a `Mirror`: a second root. Client 0 copies each step there in the background, after
-            its commit. A restore takes a step from there that the root lacks, or that is damaged in the root. The next
-            save raises the error of a copy, on all clients; so does `close`, on client 0.
+            its commit; the step stays in ``root`` meanwhile. A restore takes a step from there that the root lacks, or
+            that is damaged in the root. The next save raises the error of a copy, on all clients; so does `close`, on
+            client 0.
         trusted_keys: As in `RestoreOptions`, for all restores. Steps that none of these keys has signed are passed
             over, and the local tier is not restored.
         clock: Returns monotonic seconds, for ``save_interval_s``.

@@ -99,7 +99,7 @@ def test_a_damaged_source_is_not_copied(tmp_path, kind):
     save_steps(tmp_path / "run", [1, 2], kind)
     file = max(files_in(step_folder(tmp_path / "run", 1)), key=lambda file: file.stat().st_size)
     flip(file, 2000)
-    with pytest.raises(errors.CheckpointCorruptError, match="chunk .* of tensor '(w|half)'"):
+    with pytest.raises(errors.CheckpointCorruptError, match=r"chunk .* of tensor '(w|half)'"):
         dtckpt.copy(step_folder(tmp_path / "run", 1), tmp_path / "d")
     assert not (tmp_path / "d").exists()
     report = dtckpt.copy(tmp_path / "run", tmp_path / "copies")
