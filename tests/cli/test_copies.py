@@ -42,7 +42,7 @@ def test_copy(run, root, tmp_path):
     assert result.code == ExitCode.FAILED
     assert "not copied: " in result.out
     assert "1 could not be copied" in result.out
-    run("copy", step_folder(root, 1), tmp_path / "g").fails(ExitCode.FAILED, "tensor 'w'")
+    run("copy", step_folder(root, 1), tmp_path / "g").fails(ExitCode.FAILED, "is damaged: its digest does not match")
 
 
 def test_scrub(run, root, tmp_path):

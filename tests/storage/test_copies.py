@@ -88,10 +88,9 @@ def test_a_copy_that_was_cut_goes_on(place, scheme, monkeypatch):
     def end(*_, **__):
         raise Cut
 
-    monkeypatch.setattr(ObjectStoreAttempt, "commit", end)
-    with pytest.raises(Cut):
+    with monkeypatch.context() as patches, pytest.raises(Cut):
+        patches.setattr(ObjectStoreAttempt, "commit", end)
         dtckpt.copy(root, copies)
-    monkeypatch.undo()
     url = f"{copies}/step_00000001"
     with pytest.raises(errors.CheckpointNotFoundError):
         dtckpt.open_checkpoint(url)
