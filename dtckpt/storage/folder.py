@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, Protocol, Self
 
 from dtckpt.storage.url import Url
 
@@ -21,7 +21,7 @@ from dtckpt.storage.url import Url
 class Folder(Protocol):
     """Files by name below one path or URL. Names may hold slashes."""
 
-    confirms_writes: ClassVar[bool] = False
+    confirms_writes: bool = False
     """Whether storage compares a digest of the bytes of each write before it confirms the write."""
 
     def __truediv__(self, name: str) -> Self:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from dtckpt.format.digest import bytes_digest
@@ -64,17 +65,31 @@ def open_ranges(folder: Folder, name: str) -> Iterator[RangeSource]:
     """Open a file for reads of ranges, by one thread.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        MalformedError: A link, or something other than a regular file, has the name.
+        MalformedError: There is no such file, or the name leads to a link or to something other than a regular file.
+            The file of an object store is missed by the first read.
     """
     if not isinstance(folder, LocalFolder):
-        yield lambda start, stop: memoryview(folder.read(name, start, stop))
+        yield partial(_read_object, folder, name)
         return
-    descriptor = folder.open_file(name)
+    try:
+        descriptor = folder.open_file(name)
+    except FileNotFoundError:
+        raise _missing_error(folder, name) from None
     try:
         yield _LocalRanges(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _read_object(folder: Folder, name: str, start: int, stop: int) -> memoryview:
+    try:
+        return memoryview(folder.read(name, start, stop))
+    except FileNotFoundError:
+        raise _missing_error(folder, name) from None
+
+
+def _missing_error(folder: Folder, name: str) -> MalformedError:
+    return MalformedError(f"{folder}/{name} is missing")
 
 
 class _LocalRanges:
@@ -201,7 +216,7 @@ def _compare(folder: Folder, name: str, nbytes: int, ranges: Mapping[int, int]) 
     try:
         with open_ranges(folder, name) as read:
             _compare_ranges(read, f"{folder}/{name}", nbytes, ranges)
-    except (FileNotFoundError, MalformedError) as error:
+    except MalformedError as error:
         raise DestinationError(f"{folder}/{name} is not there after it was written: {error}") from error
 
 

@@ -288,11 +288,7 @@ class _CheckpointCopy:
 
     def _verified(self, folder: Folder, plan: FilePlan, file: WholeFile) -> Iterator[memoryview]:
         where = f"{folder}/{file.name}"
-        with translate_errors("read {}", folder, file.name, is_read=True), ExitStack() as stack:
-            try:
-                read = stack.enter_context(open_ranges(folder, file.name))
-            except FileNotFoundError:
-                raise MalformedError(f"{where} is missing") from None
+        with translate_errors("read {}", folder, file.name, is_read=True), open_ranges(folder, file.name) as read:
             for segment in plan.segments(file.name, file.nbytes):
                 if self._is_over.is_set():
                     raise StorageError(f"the copy of {self._source} was given up")
@@ -325,7 +321,7 @@ class _CheckpointCopy:
                         return not ours(segment.start + found.nbytes, segment.start + found.nbytes + 1).nbytes
                 end = file.nbytes or 0
                 return not theirs(end, end + 1).nbytes
-        except (CheckpointCorruptError, FileNotFoundError):
+        except CheckpointCorruptError:
             return False
 
     # --- hard links -----------------------------------------------------------------------------------------------

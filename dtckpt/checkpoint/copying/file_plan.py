@@ -142,18 +142,22 @@ class FilePlan:
             nbytes: Its size; None: unknown.
         """
         at = 0
+        for segment in self.chunk_segments(name):
+            yield from _rest(at, segment.start)
+            yield segment
+            at = segment.stop
+        yield from _rest(at, _UNKNOWN_END if nbytes is None else nbytes)
+
+    def chunk_segments(self, name: str) -> Iterator[Segment]:
+        """Yield the segments of a file that have chunks, in order."""
         group: list[ChunkPlace] = []
         for place in self.chunks.get(name, ()):
             if group and (place.start != group[-1].stop or place.stop - group[0].start > RANGE_NBYTES):
                 yield Segment(group[0].start, group[-1].stop, tuple(group))
-                at, group = group[-1].stop, []
-            if not group:
-                yield from _rest(at, place.start)
+                group = []
             group.append(place)
         if group:
             yield Segment(group[0].start, group[-1].stop, tuple(group))
-            at = group[-1].stop
-        yield from _rest(at, _UNKNOWN_END if nbytes is None else nbytes)
 
     def damaged(self, segment: Segment, data: memoryview) -> Iterator[ChunkPlace]:
         """Yield the chunks of a segment whose bytes are not the bytes that were saved."""

@@ -236,7 +236,7 @@ class _ScrubRun:
         """Verify chunks from a segment on, until the budget is used up; return whether the end was reached."""
         number = 0
         for name in frame.names():
-            segments = (segment for segment in frame.segments(name) if segment.chunks)
+            segments = frame.plan.chunk_segments(name)
             while batch := list(islice(segments, SEGMENTS_AT_ONCE)):
                 number += len(batch)
                 if number <= first:

@@ -119,7 +119,7 @@ class Frame:
         if not any(not segment.chunks for segment in self.segments(name) if self.files.get(name)):
             return b""
         found = []
-        with suppress(FileNotFoundError, MalformedError), open_ranges(self.folder, name) as read:
+        with suppress(MalformedError), open_ranges(self.folder, name) as read:
             for segment in self.segments(name):
                 if not segment.chunks:
                     data = bytes(read(segment.start, segment.stop))
@@ -152,6 +152,10 @@ def _validate(name: str, read: Callable[[], object]) -> None:
         read()
     except ValueError as error:
         raise MalformedError(f"{name} is damaged: {error}") from None
+
+
+def _no_bytes(_start: int, _stop: int) -> memoryview:
+    return memoryview(b"")
 
 
 class CheckpointScrub:
@@ -228,7 +232,7 @@ class CheckpointScrub:
         ending = ""
         try:
             copy = self._twin(frame.data)
-            reasons = list(self._damaged(frame, name, [each for each in frame.segments(name) if each.chunks]))
+            reasons = list(self._damaged(frame, name, list(frame.plan.chunk_segments(name))))
             self._replace(frame.files.get(name), name, self._pieces(frame, copy, name))
         except (CheckpointCorruptError, StorageError) as error:
             ending = f"; it cannot be mended: {error.message}"
@@ -237,7 +241,7 @@ class CheckpointScrub:
 
     def _damaged(self, frame: Frame, name: str, segments: Sequence[Segment]) -> Iterator[str]:
         try:
-            with translate_errors("read {}", self._where, name, is_read=True), self._opened(name) as read:
+            with translate_errors("read {}", self._where, name, is_read=True), open_ranges(self.folder, name) as read:
                 for segment in segments:
                     data = read(segment.start, segment.stop)
                     self._count(data.nbytes)
@@ -246,16 +250,6 @@ class CheckpointScrub:
         except (CheckpointCorruptError, StorageError) as error:
             validate_damage(error)
             yield error.message
-
-    @contextmanager
-    def _opened(self, name: str) -> Iterator[RangeSource]:
-        """Open a file of the checkpoint; a missing one counts as damage."""
-        with ExitStack() as stack:
-            try:
-                read = stack.enter_context(open_ranges(self.folder, name))
-            except FileNotFoundError:
-                raise MalformedError(f"{name} is missing") from None
-            yield read
 
     def _note(self, file: str, reason: str, *, is_mended: bool) -> None:
         self.damages.append(ScrubDamage(self._where, file, reason, is_mended))
@@ -288,9 +282,10 @@ class CheckpointScrub:
 
     def _fits(self, copy: Frame) -> bool:
         """Whether all chunks of this checkpoint are those of a copy's manifest, so that its manifest is this one's."""
-        names = [name for name in copy.plan.chunks if any(segment.chunks for segment in copy.segments(name))]
-        chunks = ((name, [each for each in copy.segments(name) if each.chunks]) for name in names)
-        return bool(names) and not any(reason for name, each in chunks for reason in self._damaged(copy, name, each))
+        chunks = ((name, list(copy.plan.chunk_segments(name))) for name in copy.plan.chunks)
+        return bool(copy.plan.chunks) and not any(
+            reason for name, segments in chunks for reason in self._damaged(copy, name, segments)
+        )
 
     def _mend_frame(self) -> None:
         """Write all bytes that no chunk covers as the copy has them, where they differ."""
@@ -310,33 +305,48 @@ class CheckpointScrub:
                 self._replace(ours.get(name), name, self._pieces(copy, copy, name))
 
     def _rest_differs(self, copy: Frame, name: str) -> bool:
-        with translate_errors("compare {}", self._where, name), ExitStack() as stack:
-            theirs = stack.enter_context(open_ranges(copy.folder, name))
-            try:
-                ours = stack.enter_context(open_ranges(self.folder, name))
-            except (FileNotFoundError, MalformedError):
-                return True
-            for segment in copy.segments(name):
-                if segment.chunks:
-                    continue
-                data = bytes(theirs(segment.start, segment.stop))
-                self._count(2 * len(data))
-                if ours(segment.start, segment.stop) != data:
-                    return True
-                if len(data) < segment.stop - segment.start:
-                    break
+        with translate_errors("compare {}", self._where, name, is_read=True), self._ranges(name) as ours:
+            with open_ranges(copy.folder, name) as theirs:
+                for segment in copy.segments(name):
+                    if not segment.chunks:
+                        data = bytes(theirs(segment.start, segment.stop))
+                        self._count(2 * len(data))
+                        if ours(segment.start, segment.stop) != data:
+                            return True
+                        if len(data) < segment.stop - segment.start:
+                            break
             end = copy.files[name].nbytes
-            return end is not None and ours(end, end + 1).nbytes > 0
+            return not self._is_file(name) or (end is not None and ours(end, end + 1).nbytes > 0)
+
+    def _is_file(self, name: str) -> bool:
+        with suppress(MalformedError), open_ranges(self.folder, name) as read:
+            read(0, 1)
+            return True
+        return False
+
+    @contextmanager
+    def _ranges(self, name: str) -> Iterator[RangeSource]:
+        """Open a file of the checkpoint; a missing one has no bytes."""
+        with ExitStack() as stack:
+            try:
+                read = stack.enter_context(open_ranges(self.folder, name))
+            except MalformedError:
+                yield _no_bytes
+                return
+
+            def read_or_miss(start: int, stop: int) -> memoryview:
+                try:
+                    return read(start, stop)
+                except MalformedError:
+                    return _no_bytes(start, stop)
+
+            yield read_or_miss
 
     def _pieces(self, frame: Frame, copy: Frame, name: str) -> Iterator[memoryview]:
         """Yield the bytes of a file: sound chunks from the file, all else from the copy, verified."""
-        with ExitStack() as stack:
-            ours: RangeSource | None = None
-            with suppress(MalformedError):
-                ours = stack.enter_context(self._opened(name))
-            theirs = stack.enter_context(open_ranges(copy.folder, name))
+        with self._ranges(name) as ours, open_ranges(copy.folder, name) as theirs:
             for segment in copy.segments(name):
-                data = memoryview(b"") if ours is None or not segment.chunks else ours(segment.start, segment.stop)
+                data = ours(segment.start, segment.stop) if segment.chunks else _no_bytes(0, 0)
                 self._count(data.nbytes)
                 lost = {chunk.start for chunk in frame.plan.damaged(segment, data)}
                 if lost or not segment.chunks:

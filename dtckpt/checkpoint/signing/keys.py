@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dtckpt.errors import ConfigError
 
@@ -25,13 +26,16 @@ def private_key(source: KeySource) -> Ed25519PrivateKey:
     Raises:
         ConfigError: The file cannot be read, or holds no such key.
     """
-    ed25519, serialization = _cryptography()
+    _validate_installed()
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
     data = _content(source)
     try:
-        key = serialization.load_pem_private_key(data, password=None)
+        key = load_pem_private_key(data, password=None)
     except (ValueError, TypeError) as error:
         raise _no_key(source, "private", error) from None
-    if not isinstance(key, ed25519.Ed25519PrivateKey):
+    if not isinstance(key, Ed25519PrivateKey):
         raise _no_key(source, "private", f"it is a {type(key).__name__}")
     return key
 
@@ -42,15 +46,18 @@ def public_keys(sources: Sequence[KeySource]) -> dict[str, Ed25519PublicKey]:
     Raises:
         ConfigError: A file cannot be read, or holds no such key.
     """
-    ed25519, serialization = _cryptography()
+    _validate_installed()
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
     keys = {}
     for source in sources:
         data = _content(source)
         try:
-            key = serialization.load_pem_public_key(data)
+            key = load_pem_public_key(data)
         except (ValueError, TypeError) as error:
             raise _no_key(source, "public", error) from None
-        if not isinstance(key, ed25519.Ed25519PublicKey):
+        if not isinstance(key, Ed25519PublicKey):
             raise _no_key(source, "public", f"it is a {type(key).__name__}")
         keys[key_id(key)] = key
     return keys
@@ -77,13 +84,9 @@ def signers(message: bytes, signatures: Mapping[str, bytes], keys: Mapping[str, 
     return found
 
 
-def _cryptography() -> tuple[Any, Any]:
-    try:
-        from cryptography.hazmat.primitives import serialization
-        from cryptography.hazmat.primitives.asymmetric import ed25519
-    except ImportError:
-        raise ConfigError("signatures need the package cryptography: pip install 'dtckpt[sign]'") from None
-    return ed25519, serialization
+def _validate_installed() -> None:
+    if importlib.util.find_spec("cryptography") is None:
+        raise ConfigError("signatures need the package cryptography: pip install 'dtckpt[sign]'")
 
 
 def _content(source: KeySource) -> bytes:
