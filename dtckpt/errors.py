@@ -171,6 +171,10 @@ class CheckpointCorruptError(CheckpointError, ValueError):
     """Stored bytes are not the bytes that were saved."""
 
 
+class CheckpointUntrustedError(CheckpointCorruptError):
+    """No trusted key has signed the checkpoint, or stored bytes are not the bytes that were signed."""
+
+
 class CheckpointVersionError(CheckpointError, ValueError):
     """The checkpoint was written in a format that this version does not read."""
 
