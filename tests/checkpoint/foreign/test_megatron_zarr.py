@@ -12,7 +12,7 @@ import dtckpt
 from dtckpt import errors
 from dtckpt.cli.main import main
 
-from .peer_samples import read_all
+from .sample_files import read_all
 
 WEIGHTS = "decoder.layers.mlp.linear_fc1.weight"
 
