@@ -175,7 +175,11 @@ class RegistryProcess:
             port_file = Path(folder) / "port"
             # Signals of the terminal end the publisher, which ends the registry.
             process = subprocess.Popen(  # noqa: S603  the command is this module's
-                self._command(port_file), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+                self._command(port_file),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
             )
             deadline = time.monotonic() + START_S
             while not port_file.exists():

@@ -52,6 +52,21 @@ def read_while_one_fails(folder: Path, in_place: bool) -> Any:
     return found
 
 
+def publish_at_own_registry(folder: Path, taken: str, address: str) -> Any:
+    """Begin at an address that is taken; then publish at a free one."""
+    found = []
+    for registry in (taken, address):
+        try:
+            with Publisher(FEED, folder=folder / "memory", address="127.0.0.1", registry=registry) as publisher:
+                publisher.publish(sharded(values(3), 0), step=3, wait=True)
+                note(folder, "published")
+                await_note(folder, "done")
+                found.append("published")
+        except DtckptError as error:
+            found.append((type(error).__name__, "is another publisher or coordinator there?" in str(error)))
+    return found
+
+
 def publish_within_bounds(folder: Path) -> Any:
     """Publish versions of which one fits into the bound of the host, and two do not."""
     tree = {"w": sharded({"w": torch.ones(256, 256)}, 0)["w"]}

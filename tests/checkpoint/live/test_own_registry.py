@@ -6,9 +6,12 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.client_calls import wait_until
+from support.client_processes import Pool
 
 import dtckpt
 from dtckpt import Subscriber, errors
@@ -18,6 +21,7 @@ from dtckpt.coordination.api import Member
 from dtckpt.coordination.connect import set_coordination
 from dtckpt.coordination.single_client import SingleClientCoordination
 
+from . import live_cases, situation_cases
 from .jobs_here import blank, has_step
 
 pytestmark = pytest.mark.processes
@@ -163,6 +167,26 @@ def test_addresses_that_are_none(address, tmp_path):
         dtckpt.Publisher("policy", registry=address, folder=tmp_path)
     with pytest.raises(errors.ConfigError, match="expected host:port, with a port from 1 to 65535"):
         Subscriber("policy", blank(), registry=address)
+
+
+def test_clients_of_a_job_without_a_coordinator(address, tmp_path):
+    """All of them are told what client 0 finds, and none waits for those that end sooner."""
+    target = {name: torch.zeros(shape) for name, shape in live_cases.SHAPES.items()}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        Pool() as publishers,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        published = thread.submit(
+            publishers.values, situation_cases.publish_at_own_registry, tmp_path, taken, address, clients=2, group=True
+        )
+        wait_until(lambda: (tmp_path / "published").exists() or published.done(), 60)
+        dtckpt.restore(f"live://{address}/policy", target)
+        live_cases.note(tmp_path, "done")
+        assert published.result() == [[("ConfigError", True), "published"]] * 2
+    assert all(target[name].equal(value) for name, value in live_cases.values(3).items())
+    await_free(address)
 
 
 def test_a_registry_that_dies_alone_and_feeds_of_one_job(address, tmp_path, monkeypatch):
