@@ -151,7 +151,7 @@ class _Reader:
         self._agent = new_agent()
         self._known: dict[str, int] = {}
         self._lost: list[tuple[Any, Any, Any]] = []
-        """Transfers that did not end in time, and the memory that they may still write to, by array and registration."""
+        """Transfers that did not end in time, each with the memory that it may still write to, and its registration."""
         self._make_staging()
 
     def _make_staging(self) -> None:

@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from dtckpt import Publisher, Subscriber
+from dtckpt.checkpoint.live import own_registry
 from dtckpt.checkpoint.parts.open_part import OpenPart
 from dtckpt.config import Config
 from dtckpt.errors import DtckptError
@@ -53,17 +54,21 @@ def read_while_one_fails(folder: Path, in_place: bool) -> Any:
 
 
 def publish_at_own_registry(folder: Path, taken: str, address: str) -> Any:
-    """Begin at an address that is taken; then publish at a free one."""
+    """Begin at an address that is taken, and where clients pass others; then publish at a free one."""
     found = []
-    for registry in (taken, address):
+    for registry in (taken, (address, None)[Config.from_environ().client_id], address):
         try:
-            with Publisher(FEED, folder=folder / "memory", address="127.0.0.1", registry=registry) as publisher:
+            with (
+                mock.patch.object(own_registry, "FREE_S", 0.2),
+                Publisher(FEED, folder=folder / "memory", address="127.0.0.1", registry=registry) as publisher,
+            ):
                 publisher.publish(sharded(values(3), 0), step=3, wait=True)
                 note(folder, "published")
                 await_note(folder, "done")
                 found.append("published")
         except DtckptError as error:
-            found.append((type(error).__name__, "is another publisher or coordinator there?" in str(error)))
+            texts = ("is another publisher or coordinator there?", "clients pass different registries")
+            found.append((type(error).__name__, [text in str(error) for text in texts]))
     return found
 
 
