@@ -170,6 +170,7 @@ def test_addresses_that_are_none(address, tmp_path):
         Subscriber("policy", blank(), registry=address)
 
 
+@pytest.mark.slow
 def test_clients_of_a_job_without_a_coordinator(address, tmp_path):
     """All of them are told what client 0 finds, and none waits for those that end sooner."""
     target = {name: torch.zeros(shape) for name, shape in live_cases.SHAPES.items()}
