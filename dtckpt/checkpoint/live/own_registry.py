@@ -46,6 +46,25 @@ _processes: dict[str, RegistryProcess] = {}
 """The registries that this process runs, by address."""
 
 
+def start_registry(own: OwnRegistry | None, collective: Collective) -> None:
+    """Start the registry of a publisher job on client 0, if its clients want one.
+
+    Collective: Round ``registry`` of the operation.
+
+    Raises:
+        ConfigError: The address cannot be used, or clients pass different ones.
+    """
+
+    def start() -> bytes:
+        if own is not None and collective.is_leader:
+            own.start()
+        return b"" if own is None else own.address.encode()
+
+    passed = {client: data.decode() for client, data in collective.run_round("registry", start, phase="plan").items()}
+    if len(set(passed.values())) > 1:
+        raise ConfigError(f"Publisher: clients pass different registries; got {passed}, expected the same on all")
+
+
 class OwnRegistry:
     """The registry of a publisher job, as one client uses it.
 
@@ -59,36 +78,28 @@ class OwnRegistry:
 
     def __init__(self, address: str, coordination: Coordination) -> None:
         validate_registry(address)
-        self._address, self._coordination = address, coordination
+        self.address, self._coordination = address, coordination
         self._key = id(coordination), address
         self._has_process = self._is_used = False
 
-    def start(self, collective: Collective) -> None:
-        """Start the process on client 0, unless another feed of the job has started it.
-
-        Collective: Round ``registry`` of the operation.
+    def start(self) -> None:
+        """Start the process, unless another feed of the job has started it.
 
         Raises:
             ConfigError: The address cannot be used.
         """
-
-        def work() -> bytes:
-            if collective.is_leader:
-                process = _processes.get(self._address)
-                if process is None:
-                    process = _processes[self._address] = RegistryProcess(self._address)
-                process.num_users += 1
-                self._has_process = True
-            return b""
-
-        collective.run_round("registry", work, phase="plan")
+        process = _processes.get(self.address)
+        if process is None:
+            process = _processes[self.address] = RegistryProcess(self.address)
+        process.num_users += 1
+        self._has_process = True
 
     def feeds(self) -> FeedClient:
         """Return the client of feeds at the registry."""
         if not self._is_used:
             self._is_used = True
             _users[self._key] += 1
-        return feed_client(self._coordination, self._address)
+        return feed_client(self._coordination, self.address)
 
     def end(self, wait_s: float) -> None:
         """Leave the registry. On client 0, end the process if it serves no other feed of the job.
@@ -100,21 +111,21 @@ class OwnRegistry:
             self._is_used = False
             _users[self._key] -= 1
             is_last = not _users[self._key]
-            if is_last and self._has_process and _processes[self._address].num_users == 1:
+            if is_last and self._has_process and _processes[self.address].num_users == 1:
                 self._await_others(wait_s)
             if is_last:
-                end_feed_client(self._coordination, self._address)
+                end_feed_client(self._coordination, self.address)
         if self._has_process:
             self._has_process = False
-            process = _processes[self._address]
+            process = _processes[self.address]
             process.num_users -= 1
             if not process.num_users:
-                del _processes[self._address]
+                del _processes[self.address]
                 process.end()
 
     def _await_others(self, wait_s: float) -> None:
         deadline = time.monotonic() + wait_s
-        feeds = feed_client(self._coordination, self._address)
+        feeds = feed_client(self._coordination, self.address)
         with suppress(DtckptError):
             while feeds.has_other_publishers() and time.monotonic() < deadline:
                 time.sleep(POLL_S)
@@ -175,7 +186,11 @@ class RegistryProcess:
             port_file = Path(folder) / "port"
             # Signals of the terminal end the publisher, which ends the registry.
             process = subprocess.Popen(  # noqa: S603  the command is this module's
-                self._command(port_file), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+                self._command(port_file),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
             )
             deadline = time.monotonic() + START_S
             while not port_file.exists():

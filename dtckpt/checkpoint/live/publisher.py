@@ -34,7 +34,7 @@ from dtckpt.checkpoint.leaves import torch_dtype
 from dtckpt.checkpoint.live.fan_out import MAX_COPIES
 from dtckpt.checkpoint.live.feed_client import feed_client
 from dtckpt.checkpoint.live.lent_version import POLL_S, LendingFolder, LentVersion, await_readers, validate_lendable
-from dtckpt.checkpoint.live.own_registry import OwnRegistry
+from dtckpt.checkpoint.live.own_registry import OwnRegistry, start_registry
 from dtckpt.checkpoint.live.pulls import PullService
 from dtckpt.checkpoint.live.version_checkpoint import index_digest
 from dtckpt.checkpoint.live.versions import (
@@ -120,7 +120,7 @@ class Publisher:
     """Publishes versions of a job's state to a feed. A context manager.
 
     Collective: Over all clients of the job, with the same arguments but ``folder`` and ``address``; barrier
-    ``live/open``, and ``live/registry`` before it if there is a registry.
+    ``live/registry``, then ``live/open``.
 
     Args:
         name: Name of the feed, in the coordinator.
@@ -221,8 +221,7 @@ class Publisher:
             return None, json.dumps([self._server.url, self._host, token, number, self.keep]).encode()
 
         with collective.process_lock():
-            if self._own_registry is not None:
-                self._own_registry.start(collective)
+            start_registry(self._own_registry, collective)
             _, payloads = collective.run_round_with_value("open", introduce, phase="plan")
         facts = {client: json.loads(data) for client, data in payloads.items()}
         _, _, token, number, keep = facts[collective.leader]

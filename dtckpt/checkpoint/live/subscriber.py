@@ -283,6 +283,7 @@ class Subscriber:
             group=self._group,
         )
         self._staged = StagedVersion(self, staged, self._report_of(choice, start, staged.report), choice)
+        choice.opened.clear()  # else the publisher's memory would stay mapped for as long as the version is staged
         return self._staged
 
     def update(

@@ -1,12 +1,10 @@
 """TLS between clients: the certificate that a client serves its parts with, and the authorities that readers trust.
 
-=========================== =========================================================================================
-``DTCKPT_DATA_CERT``        file of this client's certificate, with its chain (PEM): serve parts by TLS
-``DTCKPT_DATA_KEY``         file of its private key
-``DTCKPT_DATA_CA``          file of the authorities that may have signed the certificates of sources: take parts by TLS
-                            only. Default: ``DTCKPT_COORDINATOR_CA``, for the sources that serve by TLS
-``DTCKPT_DATA_SERVER_NAME`` name in the certificates of sources, where it differs from their addresses
-=========================== =========================================================================================
+* ``DTCKPT_DATA_CERT`` names the file of this client's certificate, with its chain (PEM). Then it serves parts by TLS.
+* ``DTCKPT_DATA_KEY`` names the file of the private key.
+* ``DTCKPT_DATA_CA`` names the file of the authorities that may have signed the certificates of sources. Then parts are
+  taken by TLS only. Without it, ``DTCKPT_COORDINATOR_CA`` counts for the sources that serve by TLS.
+* ``DTCKPT_DATA_SERVER_NAME`` is the name in the certificates of sources, where it differs from their addresses.
 
 The address of a source says whether it serves by TLS. Readers on the host of a source map its memory, and need no TLS.
 """

@@ -17,7 +17,7 @@ from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.errors import ConfigError, DependencyError
 
 VARIABLE = f"{PREFIX}NIXL"
-KEPT_PARTS = 8
+KEPT_PARTS = 2
 """Parts that stay mapped after they are registered no more: a late reader must find memory, not end the process."""
 
 

@@ -105,7 +105,7 @@ class NixlReads:
             index = PartIndex.from_bytes(self._peer.index_file(save, client))
             return _RemotePart(_reader().meet(base64.b64decode(data)), int(address), int(nbytes), index)
         except StorageError as error:
-            logger.warning("its server sends what NIXL does not: %s", error)
+            logger.info("its server sends all, and NIXL nothing: %s", error)
             return None
         except (ValueError, TypeError) as error:
             raise StorageError(f"host {self.host}: its offer to NIXL is malformed: {error}") from error
@@ -150,12 +150,25 @@ class _Reader:
         self._lock = threading.Lock()
         self._agent = new_agent()
         self._known: dict[str, int] = {}
-        self._lost: list[Any] = []
+        self._lost: list[tuple[Any, Any, Any]] = []
+        """Transfers that did not end in time, each with the memory that it may still write to, and its registration."""
         self._make_staging()
 
     def _make_staging(self) -> None:
         self._staging = np.empty(STAGING_NBYTES, np.uint8)
-        self._agent.register_memory([(self._staging.ctypes.data, STAGING_NBYTES, 0, "")], "DRAM")
+        self._registered = self._agent.register_memory([(self._staging.ctypes.data, STAGING_NBYTES, 0, "")], "DRAM")
+
+    def _find_lost(self) -> None:
+        """Free the memory of transfers that have ended since."""
+        for each in list(self._lost):
+            handle, _, registered = each
+            try:
+                if self._agent.check_xfer_state(handle) == "PROC":
+                    continue
+            except Exception as error:
+                logger.info("a transfer of NIXL has ended late: %s", error)
+            _named(self._agent.deregister_memory, registered)
+            self._lost.remove(each)
 
     def meet(self, metadata: bytes) -> str:
         """Learn of an agent; return its name."""
@@ -184,6 +197,8 @@ class _Reader:
                 yield self._staging.data[: sum(size for _, size in some)]
 
     def _transfer(self, agent: str, runs: Sequence[tuple[int, int]], timeout_s: float) -> None:
+        if self._lost:
+            self._find_lost()
         own, at = [], self._staging.ctypes.data
         for _, size in runs:
             own.append((at, size, 0))
@@ -199,7 +214,7 @@ class _Reader:
         finally:
             if state == "PROC":
                 # Bytes may still come, so the memory must stay; no other transfer uses it.
-                self._lost.append(self._staging)
+                self._lost.append((handle, self._staging, self._registered))
                 self._make_staging()
             else:
                 _named(self._agent.release_xfer_handle, handle)

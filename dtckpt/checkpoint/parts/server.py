@@ -121,11 +121,10 @@ class PartServer:
         """Texts that other clients may ask for, by their digests."""
         tls = DataTls.from_environ() if tls is None else tls
         certificate = ServerCertificate(tls.cert, tls.key) if tls.cert is not None and tls.key is not None else None
+        nixl = NixlOffer() if is_wanted() and not is_relay else None
         self._server = _Server((address, 0), folder, timeout_s, check_ticket, boxes)
         self._server.answer_pull, self._server.is_relay = answer_pull, is_relay
-        self._server.certificate = certificate
-        if is_wanted() and not is_relay:
-            self._server.nixl = NixlOffer()
+        self._server.certificate, self._server.nixl = certificate, nixl
         url = f"{_bracketed(address)}:{self._server.server_address[1]}"
         self.url = url if certificate is None else f"{SCHEME}{url}"
         self._thread = threading.Thread(

@@ -1,11 +1,8 @@
 """`PartTransport`: how the parts of a save get from one source into a reader's memory.
 
-======  ===========================================================================================================
-mapped  the source is on this host: its memory is mapped, and copied from (`dtckpt.checkpoint.parts.mapped_folder`)
-http    the source's server sends boxes, by TLS if it has a certificate (`dtckpt.checkpoint.parts.peers`)
-nixl    the reader takes boxes from the source's memory by NIXL; the source's server sends the others
-        (`dtckpt.checkpoint.parts.nixl_reads`)
-======  ===========================================================================================================
+* mapped: the source is on this host. Its memory is mapped, and copied from (`MappedFolder`).
+* http: the server of the source sends boxes, by TLS if there is a certificate (`Peer`).
+* nixl: the reader takes boxes from the memory of the source by NIXL. The server sends the other boxes (`NixlReads`).
 
 ``tests/checkpoint/parts/test_transports.py`` has the contract.
 """

@@ -6,9 +6,13 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.certificates import Authority
+from support.client_calls import wait_until
+from support.client_processes import Pool
 
 import dtckpt
 from dtckpt import Subscriber, errors
@@ -18,10 +22,11 @@ from dtckpt.coordination.api import Member
 from dtckpt.coordination.connect import set_coordination
 from dtckpt.coordination.single_client import SingleClientCoordination
 
+from . import live_cases, situation_cases
 from .jobs_here import blank, has_step
 
 pytestmark = pytest.mark.processes
-WAIT_S = 40.0
+WAIT_S = 120.0
 
 PUBLISHER = """
 import sys, torch, dtckpt
@@ -165,6 +170,28 @@ def test_addresses_that_are_none(address, tmp_path):
         Subscriber("policy", blank(), registry=address)
 
 
+@pytest.mark.slow
+def test_clients_of_a_job_without_a_coordinator(address, tmp_path):
+    """All of them are told what client 0 finds, and none waits for those that end sooner."""
+    target = {name: torch.zeros(shape) for name, shape in live_cases.SHAPES.items()}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        Pool() as publishers,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        taken = f"127.0.0.1:{other.getsockname()[1]}"
+        published = thread.submit(
+            publishers.values, situation_cases.publish_at_own_registry, tmp_path, taken, address, clients=2, group=True
+        )
+        wait_until(lambda: (tmp_path / "published").exists() or published.done(), 180)
+        dtckpt.restore(f"live://{address}/policy", target)
+        live_cases.note(tmp_path, "done")
+        refused = [("ConfigError", [True, False]), ("ConfigError", [False, True])]
+        assert published.result() == [[*refused, "published"]] * 2
+    assert all(target[name].equal(value) for name, value in live_cases.values(3).items())
+    await_free(address)
+
+
 def test_a_registry_that_dies_alone_and_feeds_of_one_job(address, tmp_path, monkeypatch):
     """It is started again, and knows the feeds again. Two feeds of a job share it, until the last one ends."""
     monkeypatch.setattr(own_registry, "RESTART_S", 0.1)
@@ -186,6 +213,23 @@ def test_a_registry_that_dies_alone_and_feeds_of_one_job(address, tmp_path, monk
         assert tree["w"].tolist() == [2.0] * 3
     assert is_free(address)
     assert not own_registry._processes
+
+
+def test_a_registry_by_tls(address, monkeypatch, tmp_path):
+    """Its options are the variables of `dtckpt-coordinator serve`, also with tokens."""
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    monkeypatch.setenv("DTCKPT_COORDINATOR_SERVE_TLS_CERT", str(ours.cert))
+    monkeypatch.setenv("DTCKPT_COORDINATOR_SERVE_TLS_KEY", str(ours.key))
+    monkeypatch.setenv("DTCKPT_COORDINATOR_SERVE_TOKENS", "engine engine-token-0123456789")
+    monkeypatch.setenv("DTCKPT_COORDINATOR_TOKEN", "engine-token-0123456789")
+    monkeypatch.setenv("DTCKPT_COORDINATOR_CA", str(ours.ca))
+    with dtckpt.Publisher("policy", registry=address, folder=tmp_path, address="127.0.0.1") as policy:
+        policy.publish({"w": torch.ones(3)}, step=1, wait=True)
+        reader = SingleClientCoordination(Member("engine", 0, 1, 8, attempt=1))
+        set_coordination(reader)
+        monkeypatch.setenv("DTCKPT_COORDINATOR_CA", str(theirs.ca))
+        with pytest.raises(errors.CoordinatorPermissionError, match="is not to be trusted, as DTCKPT_COORDINATOR_CA"):
+            dtckpt.restore(f"live://{address}/policy")
 
 
 def test_plaintext_away_from_this_host_is_refused(monkeypatch, tmp_path, capfd):

@@ -344,6 +344,7 @@ def test_36_what_is_fetched_is_not_applied(jobs, monkeypatch, fails):
     publish(publisher, 1)
     with Subscriber(FEED, blank()) as subscriber:
         first = jobs.fetch(subscriber)
+        assert not first._choice.opened  # nothing of the publisher's memory stays mapped
         await_uses(jobs, ("engine", first.version.number, "fetched"))
         first.apply()
         await_uses(jobs, ("engine", first.version.number, "applied"))

@@ -138,6 +138,23 @@ def test_an_answer_that_is_not_taken(make, folder, monkeypatch):  # noqa: F811
         assert ended.is_set()
 
 
+def test_an_answer_that_takes_longer_than_the_timeout(make, monkeypatch):
+    """The timeout is for each step: an answer that goes on comes to its end."""
+    server, whole, nbytes = make(timeout_s=0.5), server_module._PartHandler._answer, 64 << 20
+    monkeypatch.setattr(
+        server_module._PartHandler, "_answer", lambda handler, _: whole(handler, [memoryview(bytes(nbytes))])
+    )
+    with connected(server) as reader:
+        reader.sendall(head(f"/v1/indexes/{SAVE.name}"))
+        left, start = nbytes, time.monotonic()
+        while left > 0:
+            data = reader.recv(1 << 20)
+            assert data, f"the answer ended {left} bytes too early, after {time.monotonic() - start:.1f} s"
+            left -= len(data)
+            time.sleep(len(data) / nbytes * 1.5)
+        assert time.monotonic() - start > 1.0
+
+
 def test_who_shows_no_token_makes_room(make, monkeypatch):
     monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 4)
     monkeypatch.setattr(connections, "SHOW_S", 0.2)
