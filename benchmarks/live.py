@@ -9,8 +9,8 @@ The model is bfloat16. Each job is a set of processes, with a coordinator beside
   names the folders that have it and torchmonarch. None of these verifies a byte.
 * bytes: received of the least that is possible; with 1 % of the elements changed, and with the adapter changed alone;
   the copies that the trainer sends to eight hosts that serve the version on.
-* cost: the time that `publish` blocks beside a plain copy, and training steps with and without. Eight readers that start
-  cold take the version from memory, and from files with the page cache dropped (by root; else that is left out).
+* cost: the time that `publish` blocks beside a plain copy, and training steps with and without. Eight readers take the
+  version from memory, and from files with the page cache dropped (by root; else that is left out).
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Benchmark:
             "broadcast / dtckpt", "DCP s", "DCP / dtckpt", "torchstore s", "torchstore / dtckpt",
             title=f"{arguments.mib} MiB, FSDP2 on 2, {os.cpu_count()} cores, median of {arguments.rounds}",
         )  # fmt: skip
-        self.bytes = Table("bytes", "received MiB", "of MiB", "ratio", "wanted", title="Bytes, over all processes of the readers")
+        self.bytes = Table(
+            "bytes", "received MiB", "of MiB", "ratio", "wanted", title="Bytes, over all processes of the readers"
+        )
         self.costs = Table("cost", "s", "beside", "its s", "ratio", "wanted", title="Cost, and a cold start")
 
     @contextmanager
@@ -96,7 +98,9 @@ class Benchmark:
             self.measure_changes(trainer)
             self.measure_cost(trainer)
         mib = min(mib, self.arguments.fan_out_mib)
-        with self.crew(Trainer, 2, "small-trainer", SMALL, mib, layers, str(self.memory / SMALL), host="trainer") as trainer:
+        with self.crew(
+            Trainer, 2, "small-trainer", SMALL, mib, layers, str(self.memory / SMALL), host="trainer"
+        ) as trainer:
             self.measure_eight(trainer, mib)
         return [self.times, self.bytes, self.costs]
 
@@ -149,7 +153,14 @@ class Benchmark:
         assert publish is not None
         ours = publish + max(read for read in reads if read is not None)
         peers = median(seconds, "broadcast"), median(seconds, "DCP save", "DCP load"), self.torchstore(mesh)
-        cells = [text(publish), text(reads[0]), text(median(seconds, "apply")), text(reads[1]), text(plain), ratio(ours, plain)]
+        cells = [
+            text(publish),
+            text(reads[0]),
+            text(median(seconds, "apply")),
+            text(reads[1]),
+            text(plain),
+            ratio(ours, plain),
+        ]
         for peer in peers:
             cells += [text(peer), ratio(peer, ours)]
         self.times.add_row(name, *cells)
@@ -270,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--torchstore", metavar="FOLDERS", default=os.environ.get("DTCKPT_TORCHSTORE", ""))
     parser.add_argument("--folder", default=None, help="where files are; default the system's temporary folder")
     arguments = parser.parse_args(argv)
-    memory, files = Path(tempfile.mkdtemp(dir="/dev/shm")), Path(tempfile.mkdtemp(dir=arguments.folder))  # noqa: S108
+    memory, files = Path(tempfile.mkdtemp(dir="/dev/shm")), Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
         with coordinator(10.0) as server:
             tables = Benchmark(arguments, f"127.0.0.1:{server.port}", memory, files).run()

@@ -303,7 +303,7 @@ class Reader:
             return seconds_of(lambda: self.subscriber.update(in_place=True, timeout_s=WAIT_S)), 0.0
         staged: list[dtckpt.StagedVersion] = []
         fetched = seconds_of(lambda: staged.append(self.subscriber.fetch(timeout_s=WAIT_S)))
-        return fetched, seconds_of(lambda: staged[0].apply())
+        return fetched, seconds_of(staged[0].apply)
 
     def is_version(self, version: int) -> bool:
         """Whether the target has a version, all of whose elements changed."""
@@ -378,12 +378,16 @@ class Gatherer:
         if self.rank < 2:
             pair = DeviceMesh.from_group(trainers, "cpu")
             self.tensors = [
-                DTensor.from_local(torch.zeros(rows // 2, columns, dtype=torch.bfloat16), pair, [Shard(0)], run_check=False)
+                DTensor.from_local(
+                    torch.zeros(rows // 2, columns, dtype=torch.bfloat16), pair, [Shard(0)], run_check=False
+                )
                 for rows, columns in self.shapes
             ]
         else:
             self.buffers = {shape: torch.zeros(shape, dtype=torch.bfloat16) for shape in self.shapes}
-            self.own = [torch.zeros_like(self._cut(self.buffers[shape], number)) for number, shape in enumerate(self.shapes)]
+            self.own = [
+                torch.zeros_like(self._cut(self.buffers[shape], number)) for number, shape in enumerate(self.shapes)
+            ]
 
     def _cut(self, whole: torch.Tensor, number: int) -> torch.Tensor:
         place = self.rank - 2

@@ -118,7 +118,9 @@ class LendingFolder(HostFolder):
     @override
     def parts(self) -> HostParts:
         parts = super().parts()
-        return HostParts({**parts.voted, **{save: frozenset({client}) for save, client in list(self._lent)}}, parts.written)
+        return HostParts(
+            {**parts.voted, **{save: frozenset({client}) for save, client in list(self._lent)}}, parts.written
+        )
 
 
 def validate_lendable(state: State) -> None:

@@ -191,7 +191,9 @@ class Publisher:
         def introduce() -> tuple[None, bytes]:
             names = _open_feeds.setdefault(self._coordination, set())
             if self.name in names:
-                raise ConfigError(f"feed {self.name!r} has a publisher in this process; close it before you open another")
+                raise ConfigError(
+                    f"feed {self.name!r} has a publisher in this process; close it before you open another"
+                )
             names.add(self.name)
             self._is_open = True
             self._feeds = feed_client(self._coordination)

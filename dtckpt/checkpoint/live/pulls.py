@@ -55,7 +55,9 @@ class HeldPart:
         nbytes: Bytes of the pieces that it received.
     """
 
-    def __init__(self, index: PartIndex, index_file: bytes, data: memoryview | LentMemory, has: set[int] | None = None) -> None:
+    def __init__(
+        self, index: PartIndex, index_file: bytes, data: memoryview | LentMemory, has: set[int] | None = None
+    ) -> None:
         self.index, self.index_file, self._data = index, index_file, data
         self.nbytes = 0
         self._has = set(range(len(index.pieces))) if has is None else has

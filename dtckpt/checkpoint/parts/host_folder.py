@@ -96,7 +96,9 @@ class PartFile:
 
     def place(self, elements: np.ndarray[Any, Any]) -> tuple[int, tuple[int, ...]]:
         """Return the byte at which elements begin that lie in the file, and the steps from one to the next, per dim."""
-        return elements.ctypes.data - self.memory.data_ptr(), tuple(each // elements.itemsize for each in elements.strides)
+        return elements.ctypes.data - self.memory.data_ptr(), tuple(
+            each // elements.itemsize for each in elements.strides
+        )
 
     def move(self, path: Path) -> None:
         """Rename the file."""

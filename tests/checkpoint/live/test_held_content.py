@@ -1,4 +1,4 @@
-"""Memory is taken for what it was only if that is certain: histories that would have served other bits as the version."""
+"""Memory counts as held only if that is certain: histories that would have taken other bits for the version."""
 
 import time
 
@@ -101,4 +101,3 @@ def test_one_publisher_of_a_feed_in_a_process(jobs):
     assert target["w"].equal(torch.full((3,), 2.0))
     with pytest.raises(ConfigError, match="the subscriber of feed 'policy' is closed"):
         jobs.update(subscriber)
-
