@@ -178,7 +178,13 @@ class Benchmark:
         environment = {**os.environ, "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
         # It aborts at its exit, after its results.
         found = subprocess.run(
-            words, stdout=subprocess.PIPE, text=True, timeout=600, check=False, env=environment
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=600,
+            check=False,
+            env=environment,
         ).stdout
         lines = [line for line in found.splitlines() if line.startswith("seconds ")]
         if not lines:
