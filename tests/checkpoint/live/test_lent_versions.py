@@ -129,7 +129,7 @@ def test_a_late_reader_gets_nothing_more(jobs, region):
         with pytest.raises(
             errors.SourceLostError, match="lay in the memory of its publisher's training, which goes on"
         ):
-            held.read(name, region)
+            held[0].read(name, region)
     # Neither the reader nor its lease is in the way of what comes next.
     with Subscriber(FEED, blank()) as subscriber:
         with lend(publisher, 2):
