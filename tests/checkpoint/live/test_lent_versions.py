@@ -204,11 +204,17 @@ def test_an_error_of_the_body_goes_first(jobs):
 
 def test_one_loan_at_a_time(jobs):
     publisher = jobs.publisher()
-    with lend(publisher, 1):
+    with lend(publisher, 1) as first:
         for copy in (True, False):
             with pytest.raises(errors.ConfigError, match="the version of step 1 lies in the training's tensors"):
                 publisher.publish(weights(2), step=2, copy=copy)
     assert publisher.publish(weights(2), step=2, wait=True) is not None
+    with lend(publisher, 3), first:
+        pass  # a loan ends once, and no other loan with it
+    with lend(publisher, 4):
+        with first:
+            pass
+        assert jobs.update(Subscriber(FEED, blank())).step == 4
 
 
 def test_a_publisher_that_is_closed_amid_a_loan(jobs):
@@ -348,6 +354,7 @@ def test_loans_of_two_clients(tmp_path):
             found = engines.values(lent_cases.read_lent, tmp_path, **options)
             ends = lent.result()
     assert found == [[[], "SourceLostError"]] * 2
-    for client, (first, second, third, is_quick) in enumerate(ends):
+    for client, (first, second, third, fourth, is_quick) in enumerate(ends):
         assert (first, second, is_quick) == ("taken back", ("VersionLeasedError", True), True)
-        assert third == ("KeyError" if client == 1 else "ClientFailedError")
+        assert third == ("ConfigError", True)
+        assert fourth == ("KeyError" if client == 1 else "ClientFailedError")
