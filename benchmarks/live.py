@@ -9,8 +9,8 @@ The model is bfloat16. Each job is a set of processes, with a coordinator beside
   names the folders that have it and torchmonarch. None of these verifies a byte.
 * bytes: received of the least that is possible; with 1 % of the elements changed, and with the adapter changed alone;
   the copies that the trainer sends to eight hosts that serve the version on.
-* cost: the time that `publish` blocks beside a plain copy, and training steps with and without. Eight readers that start
-  cold take the version from memory, and from files with the page cache dropped (by root; else that is left out).
+* cost: the time that `publish` blocks beside a plain copy, and training steps with and without. Eight readers take the
+  version from memory, and from files with the page cache dropped (by root; else that is left out).
 """
 
 from __future__ import annotations
@@ -178,7 +178,13 @@ class Benchmark:
         environment = {**os.environ, "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"}
         # It aborts at its exit, after its results.
         found = subprocess.run(
-            words, stdout=subprocess.PIPE, text=True, timeout=600, check=False, env=environment
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            timeout=600,
+            check=False,
+            env=environment,
         ).stdout
         lines = [line for line in found.splitlines() if line.startswith("seconds ")]
         if not lines:
@@ -281,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--torchstore", metavar="FOLDERS", default=os.environ.get("DTCKPT_TORCHSTORE", ""))
     parser.add_argument("--folder", default=None, help="where files are; default the system's temporary folder")
     arguments = parser.parse_args(argv)
-    memory, files = Path(tempfile.mkdtemp(dir="/dev/shm")), Path(tempfile.mkdtemp(dir=arguments.folder))  # noqa: S108
+    memory, files = Path(tempfile.mkdtemp(dir="/dev/shm")), Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
         with coordinator(10.0) as server:
             tables = Benchmark(arguments, f"127.0.0.1:{server.port}", memory, files).run()

@@ -303,7 +303,7 @@ class Reader:
             return seconds_of(lambda: self.subscriber.update(in_place=True, timeout_s=WAIT_S)), 0.0
         staged: list[dtckpt.StagedVersion] = []
         fetched = seconds_of(lambda: staged.append(self.subscriber.fetch(timeout_s=WAIT_S)))
-        return fetched, seconds_of(lambda: staged[0].apply())
+        return fetched, seconds_of(staged[0].apply)
 
     def is_version(self, version: int) -> bool:
         """Whether the target has a version, all of whose elements changed."""

@@ -1,7 +1,7 @@
-"""torchstore through shared memory, for `benchmarks.live`: two writers split by rows, two readers as its tensor parallel job.
+"""torchstore through shared memory, for `benchmarks.live`: two writers split by rows, two tensor parallel readers.
 
-Run with torchstore and torchmonarch in ``PYTHONPATH``: ``python live_torchstore.py MIB LAYERS ROUNDS``. Prints the median
-seconds of a put and a get. It imports nothing of dtckpt.
+Run with torchstore and torchmonarch in ``PYTHONPATH``: ``python live_torchstore.py MIB LAYERS ROUNDS``. Prints the
+median seconds of a put and a get. It imports nothing of dtckpt.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ async def main() -> None:
     put, get = (procs.spawn(name, Worker, reads, free_port()) for procs, name, reads in
                 ((writers, "writers", False), (readers, "readers", True)))  # fmt: skip
     await asyncio.gather(put.begin.call(), get.begin.call())
-    seconds = []
-    for _ in range(ROUNDS + WARM_ROUNDS):
-        seconds.append(sum([max(found for _, found in await each.run.call()) for each in (put, get)]))
+    seconds = [
+        sum([max(found for _, found in await each.run.call()) for each in (put, get)])
+        for _ in range(ROUNDS + WARM_ROUNDS)
+    ]
     assert all(right for _, right in await get.is_right.call()), "torchstore has other elements"
     print("seconds", statistics.median(seconds[WARM_ROUNDS:]), flush=True)
     await torchstore.shutdown()

@@ -78,7 +78,7 @@ PROGRAMS = (
     Program("foreign", "foreign", quick="--tensors 600 --gib 0.05 --rounds 1"),
     Program("tiers", "tiers", "--mib 2048", "--mib 64 --rounds 1", clients=4),
     Program("tiers_simulation", "tiers_simulation", quick="--days 10"),
-    Program("live", "live", quick="--mib 16 --fan-out-mib 4 --rounds 1"),
+    Program("live", "live", quick="--mib 16 --fan-out-mib 4 --rounds 1 --steps 10"),
     Program("redistribute_2", "redistribute", quick="--max-mib 2 --rounds 1", clients=2),
     Program("redistribute_4", "redistribute", quick=None, clients=4),
     Program("two_hosts", "two_hosts", quick="--max-mib 0.1"),

@@ -12,16 +12,18 @@ from support.shares import amount
 
 from .feed_simulation import Simulation, run_randomly
 
-HISTORIES = amount(80, 20_000)
+HISTORIES = amount(100, 20_000)
 EVENTS_EACH = 1000
-"""Of a long history; most are shorter, as faults at the beginning are as likely as later ones."""
+"""Of a long history."""
+LENGTHS = (20, 40, 60, 80, 100, 100, 100, EVENTS_EACH)
+"""Most histories are short: faults at the beginning are as likely as later ones."""
 
 
 @given(seed=st.integers(0, 2**64 - 1))
 @settings(max_examples=HISTORIES, deadline=None)
 def test_promises_hold_under_random_events(seed):
     simulation, draw = Simulation(), random.Random(seed)
-    run_randomly(simulation, draw, draw.choice([30, 100, 100, 300, EVENTS_EACH]))
+    run_randomly(simulation, draw, draw.choice(LENGTHS))
     simulation.finish()
 
 

@@ -61,8 +61,9 @@ class LentVersion:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        end, self._end = self._end, lambda _: None  # once; the next loan is not this one's to end
         try:
-            self._end(error)
+            end(error)
         except Exception as failure:
             if error is None:
                 raise

@@ -381,7 +381,7 @@ class Publisher:
         client, phases, before = collective.client, collective.phases, self._handle
         phases.begin(location_of_version(self.name, step), is_shown=False)
         part = PartInProgress(self._folder, client)
-        server, of_tags = self._server, bytes_digest(repr(tags).encode())
+        server, of_arguments = self._server, bytes_digest(repr((tags, lends)).encode())
 
         def propose() -> tuple[Proposal, bytes]:
             # In the first round, so that all clients raise it together.
@@ -399,7 +399,7 @@ class Publisher:
             assert server is not None  # noqa: S101  the registry is open
             server.keep_texts({proposal.digest: proposal.text, summary.tree: proposal.state.tree})
             number = registry.open(self.name, keep=self.keep) if collective.is_leader else 0
-            facts = [max(number, self._next_number), summary.to_bytes().decode(), of_tags]
+            facts = [max(number, self._next_number), summary.to_bytes().decode(), of_arguments]
             return proposal, json.dumps(facts, ensure_ascii=False).encode()
 
         def stage(state: State, plan: SavePlan) -> State:
@@ -424,10 +424,10 @@ class Publisher:
                 collective, propose, stage, read, step=step, summary_of=lambda data: json.loads(data)[1].encode()
             )
             facts = {client: json.loads(data) for client, data in agreed.payloads.items()}
-            if strangers := [other for other, (*_, tagged) in facts.items() if tagged != facts[collective.leader][2]]:
+            if strangers := [other for other, (*_, passed) in facts.items() if passed != facts[collective.leader][2]]:
                 raise ConfigError(
-                    f"feed {self.name!r}, step {step}: clients {strangers} pass other layout_tags than client "
-                    f"{collective.leader}; pass the same on all clients"
+                    f"feed {self.name!r}, step {step}: clients {strangers} pass other layout_tags, or another copy=, "
+                    f"than client {collective.leader}; pass the same on all clients"
                 )
             number = facts[collective.leader][0]
             self._next_number = number + 1

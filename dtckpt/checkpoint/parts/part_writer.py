@@ -15,8 +15,8 @@ import numpy as np
 
 from dtckpt.checkpoint.leaves import host_array
 from dtckpt.checkpoint.parts.host_folder import HostFolder, PartFile
-from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.checkpoint.parts.layout_tags import tag_of
+from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.checkpoint.parts.open_part import piece_digest
 from dtckpt.checkpoint.parts.records import NO_COPIES, NearCopies, PartPiece, PartTensor
 from dtckpt.checkpoint.saving.plan import SavePlan

@@ -261,9 +261,9 @@ class Checkpoint:
         return True
 
     def has_elements(self, name: str, buffers: RegionBuffers) -> bool:  # noqa: ARG002  as above
-        """Whether any memory has the elements of regions of a tensor, as its digests tell. The checkpoint may be closed.
+        """Whether memory, of any owner, has the elements of regions of a tensor, as its digests tell. Local.
 
-        Local.
+        The checkpoint may be closed.
 
         Args:
             name: The tensor's name.

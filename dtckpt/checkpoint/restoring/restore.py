@@ -23,8 +23,8 @@ from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
-from dtckpt.checkpoint.restoring.aside import AsideMemory, copy_into
 from dtckpt.checkpoint.reading.verified_reads import spare_threads
+from dtckpt.checkpoint.restoring.aside import AsideMemory, copy_into
 from dtckpt.checkpoint.restoring.fill import fill_tensors, has_elements, own_buffers, read_nbytes
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.match import plan_target

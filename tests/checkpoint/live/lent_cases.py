@@ -34,6 +34,11 @@ def lend_to_readers(folder: Path) -> list[Any]:
                 for part in parts(tensor):
                     part.fill_(7.0)
             note(folder, f"changed {step}")
+        # Clients that disagree learn it at once, and neither waits for the other's exit.
+        try:
+            publisher.publish({"model": sharded(values(6), 0)}, step=6, copy=client == 0)
+        except DtckptError as error:
+            found.append((type(error).__name__, "another copy=" in str(error)))
         # One client's own error: the others do not wait for it.
         start = time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""Memory is taken for what it was only if that is certain: histories that would have served other bits as the version."""
+"""Memory counts as held only if that is certain: histories that would have taken other bits for the version."""
 
 import time
 

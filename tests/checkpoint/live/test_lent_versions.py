@@ -114,24 +114,29 @@ def test_the_exit_waits_for_readers(jobs):
 def test_a_late_reader_gets_nothing_more(jobs, region):
     publisher, tree = jobs.publisher(timeout_s=0.3), weights(1)
     start = time.monotonic()
-    with pytest.raises(errors.VersionLeasedError, match=r"leased by 'slow/.*waited for 0.3 s.* take a newer version"):  # noqa: SIM117
+    held = []
+
+    def be_late():
         with lend(publisher, 1, tree):
-            held = opened(jobs)
-            assert held.read("a", region).equal(weights(1)["a"][region.slices()])
+            held.append(opened(jobs))
+            assert held[0].read("a", region).equal(weights(1)["a"][region.slices()])
+
+    with pytest.raises(errors.VersionLeasedError, match=r"leased by 'slow/.*waited for 0.3 s.* take a newer version"):
+        be_late()
     assert time.monotonic() - start < WAIT_S
     train(tree)
     for name in ("a", "b"):
         with pytest.raises(
             errors.SourceLostError, match="lay in the memory of its publisher's training, which goes on"
         ):
-            held.read(name, region)
+            held[0].read(name, region)
     # Neither the reader nor its lease is in the way of what comes next.
     with Subscriber(FEED, blank()) as subscriber:
         with lend(publisher, 2):
             assert jobs.update(subscriber).step == 2
         assert publisher.publish(weights(3), step=3, wait=True) is not None
         assert jobs.update(subscriber).step == 3
-    held.close()
+    held[0].close()
 
 
 @pytest.mark.parametrize("moment", ["before", "verified", "sent"])
@@ -176,14 +181,20 @@ def test_memory_that_is_lent_no_more():
 def test_an_error_of_the_body_goes_first(jobs):
     publisher, tree = jobs.publisher(timeout_s=WAIT_S), weights(1)
     start = time.monotonic()
-    with pytest.raises(KeyError, match="mine"), lend(publisher, 1, tree):
-        held = opened(jobs)
-        raise KeyError("mine")
+    held = []
+
+    def fail():
+        with lend(publisher, 1, tree):
+            held.append(opened(jobs))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
     assert time.monotonic() - start < WAIT_S / 2, "it waits for no reader"
     train(tree)
     with pytest.raises(errors.SourceLostError):
-        held.read("b")
-    held.close()
+        held[0].read("b")
+    held[0].close()
     with lend(publisher, 2):
         target = blank()
         with Subscriber(FEED, target) as subscriber:
@@ -193,11 +204,17 @@ def test_an_error_of_the_body_goes_first(jobs):
 
 def test_one_loan_at_a_time(jobs):
     publisher = jobs.publisher()
-    with lend(publisher, 1):
+    with lend(publisher, 1) as first:
         for copy in (True, False):
             with pytest.raises(errors.ConfigError, match="the version of step 1 lies in the training's tensors"):
                 publisher.publish(weights(2), step=2, copy=copy)
     assert publisher.publish(weights(2), step=2, wait=True) is not None
+    with lend(publisher, 3), first:
+        pass  # a loan ends once, and no other loan with it
+    with lend(publisher, 4):
+        with first:
+            pass
+        assert jobs.update(Subscriber(FEED, blank())).step == 4
 
 
 def test_a_publisher_that_is_closed_amid_a_loan(jobs):
@@ -217,7 +234,7 @@ def test_what_cannot_be_lent(jobs, monkeypatch):
     with pytest.raises(errors.ConfigError, match="copy=False makes no copy that could be cast"):
         publisher.publish(weights(1), step=1, copy=False, cast={"*": torch.bfloat16})
     conjugate = torch.zeros(4, 4, dtype=torch.complex64).conj()
-    with pytest.raises(errors.ConfigError, match="copy=False serves tensors where they lie.* 'c'"):
+    with pytest.raises(errors.ConfigError, match=r"copy=False serves tensors where they lie.* 'c'"):
         lend(publisher, 1, weights(1) | {"c": conjugate})
     # The publisher is as it was.
     with lend(publisher, 2):
@@ -337,6 +354,7 @@ def test_loans_of_two_clients(tmp_path):
             found = engines.values(lent_cases.read_lent, tmp_path, **options)
             ends = lent.result()
     assert found == [[[], "SourceLostError"]] * 2
-    for client, (first, second, third, is_quick) in enumerate(ends):
+    for client, (first, second, third, fourth, is_quick) in enumerate(ends):
         assert (first, second, is_quick) == ("taken back", ("VersionLeasedError", True), True)
-        assert third == ("KeyError" if client == 1 else "ClientFailedError")
+        assert third == ("ConfigError", True)
+        assert fourth == ("KeyError" if client == 1 else "ClientFailedError")
