@@ -84,6 +84,7 @@ def test_no_format_is_left_out():
     assert {name.replace(" ", ",").partition(",")[0] for name in CASES} == FORMATS.keys()
 
 
+@pytest.mark.share(9)
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_that_is_not_read_fails_a_conversion(name, run, tmp_path):
     write, below, file = CASES[name]

@@ -68,6 +68,7 @@ def test_the_tree(name):
     assert TREES[name] <= dtckpt.restore(HUGGINGFACE / name).keys()
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_takes_it(name, tmp_path, capsys):
     path = HUGGINGFACE / name
@@ -228,6 +229,7 @@ def test_a_model_in_pickles(tmp_path):
         assert (list(checkpoint.tensors), checkpoint.unread) == (["model/a.weight", "model/a.bias"], ())
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_where_directories_are_not_listed(name):
     for file in (HUGGINGFACE / name).iterdir():
@@ -243,6 +245,7 @@ def test_random_states_of_processes_where_directories_are_not_listed():
     assert [each["step"] for each in dtckpt.restore("memory://random")["rng"].values()] == [0, 1, 2]
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"])
 def test_a_damaged_part_is_refused_and_the_others_are_read(trainer, name):
     data = (trainer / name).read_bytes()

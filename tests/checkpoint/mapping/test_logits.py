@@ -28,6 +28,7 @@ def logits_of(model):
         return model(TOKENS[None]).logits[0]
 
 
+@pytest.mark.share(1)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits(name, tmp_path):
     import transformers
