@@ -106,7 +106,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
             node = _Join(tree, rules, [files.model(mp)[0] for mp in range(0, count, degree)]).node(nodes)
         else:
             tree.notes.append(f"slices of the model are kept apart (mp_00, mp_01, …): {rules}")
-            node = {"dict": [[top, each] for (top,), each in zip(tops, nodes, strict=True)]}
+            node = {"dict": [["".join(top), each] for top, each in zip(tops, nodes, strict=True)]}
     unread = files.unread()
     return PieceIndex(KIND, tree.tensors, node, tree.refused, files.used(), unread, tuple(tree.notes))
 

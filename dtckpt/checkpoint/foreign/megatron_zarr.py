@@ -80,8 +80,8 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
     structure, clashes = merge({"dict": reader.items}, beside.structure)
     kept = set(trees.tensor_names(structure))
     tensors = reader.tensors | {name: each for name, each in beside.tensors.items() if name in kept}
-    refused = reader.refused | beside.refused
-    refused |= {path: TreeError(f"{path[:200]!r} is in {COMMON}, and in a folder beside it") for path in clashes}
+    twice = {path: TreeError(f"{path[:200]!r} is in {COMMON}, and in a folder beside it") for path in clashes}
+    refused = {**reader.refused, **beside.refused, **twice}
     files = (*reader.files, *beside.files, FORMAT_NAME)
     notes = tuple(megatron.notes_of(tensors, structure))
     return PieceIndex(KIND, tensors, structure, refused, files, (*beside.unread, *unread), notes)
