@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -185,7 +185,8 @@ def open_foreign(where: Location) -> CheckpointFiles | None:
         found = _found(where)
         if found is None:
             return None
-        with gc_paused():
+        # Remote storage takes long, and so would the pause.
+        with nullcontext() if is_remote(where) else gc_paused():
             index = found.form.read_index(found.folder, found.names)
             if isinstance(index, ChunkIndex):
                 return ChunkFiles(found.folder, index)
