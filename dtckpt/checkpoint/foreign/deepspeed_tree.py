@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -106,7 +106,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
             node = _Join(tree, rules, [files.model(mp)[0] for mp in range(0, count, degree)]).node(nodes)
         else:
             tree.notes.append(f"slices of the model are kept apart (mp_00, mp_01, …): {rules}")
-            node = {"dict": [[top, each] for (top,), each in zip(tops, nodes, strict=True)]}
+            node = {"dict": [["".join(top), each] for top, each in zip(tops, nodes, strict=True)]}
     unread = files.unread()
     return PieceIndex(KIND, tree.tensors, node, tree.refused, files.used(), unread, tuple(tree.notes))
 
@@ -459,7 +459,7 @@ class _Part:
     def _renamed(self, tensor: PieceTensor, name: str, kind: str) -> PieceTensor:
         """Return a tensor under the name that a parameter's tensor of a kind has."""
         own = self._name(*_path(name, kind))
-        return tensor if tensor.name == own else replace(tensor, name=own)
+        return tensor if tensor.name == own else tensor.renamed(own)
 
     def _refuse(self, name: str, reason: str) -> None:
         self._tree.refused[self._name("module", name)] = TreeError(f"cannot read parameter {name[:200]!r}: {reason}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -198,7 +198,8 @@ def open_foreign(where: Location) -> CheckpointFiles | None:
         found = _found(where)
         if found is None:
             return None
-        with gc_paused():
+        # Remote storage takes long, and so would the pause.
+        with nullcontext() if is_remote(where) else gc_paused():
             index = found.form.read_index(found.folder, found.names)
             if beside := [name for name in found.beside if name not in index.files]:
                 index = replace(index, unread=(*index.unread, *beside))

@@ -24,13 +24,14 @@ from itertools import islice
 
 from dtckpt.checkpoint.foreign import megatron
 from dtckpt.checkpoint.foreign.dcp_files import FORMAT_NAME, MAX_FORMAT_NBYTES, with_companions
-from dtckpt.checkpoint.foreign.dcp_metadata import StoredItem
+from dtckpt.checkpoint.foreign.dcp_metadata import StoredItem, merge
 from dtckpt.checkpoint.foreign.dcp_processes import Value, read_value
 from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget
 from dtckpt.checkpoint.foreign.torch_files import file_nbytes
 from dtckpt.checkpoint.foreign.zarr_arrays import ZarrArray, parse_zarr2
 from dtckpt.checkpoint.reading.pieces import MAX_SHOWN, Piece, PieceIndex, PieceTensor, c_strides
-from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError
+from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError, TreeError
+from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
 from dtckpt.format.names import DCP_METADATA_NAME, name_of_key
 from dtckpt.storage.chunk_reader import MAX_DOCUMENT_NBYTES
@@ -74,11 +75,16 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
     unread = [
         f"{key}/{name}" for key, files in below.items() for name in sorted(files.difference(reader.read(key, files)))
     ]
-    index = PieceIndex(KIND, reader.tensors, {"dict": reader.items}, reader.refused, tuple(reader.files))
     rest = [name for name in names if name not in below and name != FORMAT_NAME and not name.endswith(_LOCKS)]
-    whole = with_companions(index, folder, rest)
-    notes = tuple(megatron.notes_of(whole.tensors, whole.structure))
-    return replace(whole, files=(*whole.files, FORMAT_NAME), unread=(*whole.unread, *unread), notes=notes)
+    beside = with_companions(PieceIndex(KIND, {}, {"dict": []}), folder, rest)
+    structure, clashes = merge({"dict": reader.items}, beside.structure)
+    kept = set(trees.tensor_names(structure))
+    tensors = reader.tensors | {name: each for name, each in beside.tensors.items() if name in kept}
+    twice = {path: TreeError(f"{path[:200]!r} is in {COMMON}, and in a folder beside it") for path in clashes}
+    refused = {**reader.refused, **beside.refused, **twice}
+    files = (*reader.files, *beside.files, FORMAT_NAME)
+    notes = tuple(megatron.notes_of(tensors, structure))
+    return PieceIndex(KIND, tensors, structure, refused, files, (*beside.unread, *unread), notes)
 
 
 def _below(folder: Folder, names: Collection[str]) -> Mapping[str, set[str]]:

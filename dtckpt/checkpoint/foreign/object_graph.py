@@ -26,7 +26,7 @@ Path = tuple[str, ...]
 
 
 @dataclass(slots=True)
-class _Node:
+class _TrackedObject:
     """An object: the key of its value, if it has one, and the numbers of its children, by name."""
 
     key: str | None = None
@@ -39,19 +39,19 @@ def graph_bytes(keys: Iterable[tuple[Path, str]]) -> bytes:
     Args:
         keys: The path of each object that has a value, and the key of the value.
     """
-    nodes = [_Node()]
+    nodes = [_TrackedObject()]
     for path, key in keys:
         node = nodes[0]
         for name in path:
             if name not in node.children:
                 node.children[name] = len(nodes)
-                nodes.append(_Node())
+                nodes.append(_TrackedObject())
             node = nodes[node.children[name]]
         node.key = key
     return b"".join(bytes_field(1, _node_bytes(node)) for node in nodes)
 
 
-def _node_bytes(node: _Node) -> bytes:
+def _node_bytes(node: _TrackedObject) -> bytes:
     children = b"".join(
         bytes_field(1, number_field(1, number) + bytes_field(2, _encoded(name)))
         for name, number in node.children.items()
@@ -92,8 +92,8 @@ def paths_of(data: bytes) -> Mapping[str, Path]:
     return found
 
 
-def _node(data: bytes) -> _Node:
-    node = _Node()
+def _node(data: bytes) -> _TrackedObject:
+    node = _TrackedObject()
     for number, value in fields(data):
         if number not in (1, 2):
             continue

@@ -312,7 +312,8 @@ class _Machine:
         added = self.pop_marked() if items is None else items
         target = self.stack[-1]
         if type(target) is PickledCall:
-            target.items = target = target.items if type(target.items) is list else []
+            call, target = target, target.items if type(target.items) is list else []
+            call.items = target
         if type(target) is not list:
             raise TypeError(f"items cannot be appended to {type(target).__name__}")
         target.extend(added)
@@ -326,7 +327,8 @@ class _Machine:
         self.made += _PAIR_NBYTES * len(flat) // 2
         target = self.stack[-1]
         if type(target) is PickledCall:
-            target.pairs = target = target.pairs if type(target.pairs) is Pairs else Pairs()
+            call, target = target, target.pairs if type(target.pairs) is Pairs else Pairs()
+            call.pairs = target
         if type(target) is Pairs:
             target.extend(_paired(flat))
         else:

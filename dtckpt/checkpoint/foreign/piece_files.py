@@ -337,7 +337,7 @@ class PieceFiles(CheckpointFiles):
 
     @override
     def tied(self) -> Mapping[str, str]:
-        first: dict[tuple[tuple[int, ...], str, Sequence[Piece]], str] = {}
+        first: dict[tuple[tuple[int, ...], str, tuple[Piece, ...] | RulePieces], str] = {}
         tied: dict[str, str] = {}
         for name in trees.tensor_names(self.structure):
             tensor = self._index.tensors[name]
@@ -351,7 +351,7 @@ class PieceFiles(CheckpointFiles):
         self._ranges.close()
 
 
-def _facts(pieces: Sequence[Piece]) -> object:
+def _facts(pieces: tuple[Piece, ...] | RulePieces) -> object:
     """Return the facts by which pieces differ from others."""
     if isinstance(pieces, RulePieces):
         return pieces.key

@@ -16,6 +16,7 @@ are checked before memory is taken. Sharded tensors have up to tens of thousands
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -226,6 +227,14 @@ class PieceTensor:
             raise self._error(f"its piece {region} would begin at byte {piece.offset} of {piece.file!r}")
         if not is_file_name(piece.file):
             raise self._error(f"its piece {region} is in {piece.file!r}, which is no file of the checkpoint")
+
+    def renamed(self, name: str) -> PieceTensor:
+        """Return the tensor under another name, without checks."""
+        tensor = copy.copy(self)
+        for attribute in ("is_whole", "_made"):
+            object.__setattr__(tensor, attribute, getattr(self, attribute))
+        object.__setattr__(tensor, "name", name)
+        return tensor
 
     def _error(self, reason: str) -> CheckpointCorruptError:
         return CheckpointCorruptError(f"tensor {self.name[:200]!r} cannot be read: {reason}")

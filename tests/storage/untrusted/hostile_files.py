@@ -11,7 +11,7 @@ import shutil
 import struct
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -139,15 +139,16 @@ def _write_slices(path: Path) -> None:
 # --- mutations --------------------------------------------------------------------------------------------------------
 
 
-def write_mutation(root: Path, honest: Path, draw: random.Random) -> Path:
+def write_mutation(root: Path, honest: Path, draw: random.Random, kinds: Sequence[str] = KINDS) -> Path:
     """Write a sound checkpoint with one change; return its path.
 
     Args:
         root: Where to.
         honest: The folder of the sound checkpoints, by kind.
         draw: Chooses the checkpoint and the change.
+        kinds: The kinds of checkpoints to choose from.
     """
-    kind = draw.choice(KINDS)
+    kind = draw.choice(kinds)
     shutil.copytree(honest / kind, root)
     files = sorted(file for file in root.rglob("*") if file.is_file())
     # Changes matter most in files that describe others; elements have digests.
