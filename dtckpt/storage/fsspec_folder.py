@@ -156,9 +156,17 @@ class FsspecFolder(ObjectFolder):
         if (short := source.find_short_file(sizes)) is not None:
             raise MalformedError(f"{source}/{short} is missing or too short")
 
+        def copy(name: str) -> None:
+            old, new = f"{source._path}/{name}", f"{self._path}/{name}"
+            try:
+                self._fs.cp_file(old, new)
+            except FileNotFoundError:
+                self._fs.makedirs(new.rpartition("/")[0], exist_ok=True)
+                self._fs.cp_file(old, new)
+
         def share_file(name: str) -> bool:
             try:
-                _retry(lambda: self._fs.cp_file(f"{source._path}/{name}", f"{self._path}/{name}"))
+                _retry(lambda: copy(name))
             except OSError as error:
                 if isinstance(error.__cause__, NotImplementedError):
                     return False

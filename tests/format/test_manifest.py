@@ -96,8 +96,8 @@ def test_bytes_and_back(manifest):
     data = manifest.to_bytes()
     back = Manifest.from_bytes(data, "here")
     assert back.to_bytes() == data
-    fields = "kvstore", "tree", "job", "num_clients", "attempt", "documents", "costs", "format_version", "raw_bits"
     assert back.origins == ORIGINS
+    fields = "kvstore", "tree", "job", "num_clients", "attempt", "documents", "costs", "format_version", "raw_bits"
     for field in fields:
         assert getattr(back, field) == getattr(manifest, field)
     assert list(back.arrays) == list(manifest.arrays)

@@ -207,9 +207,14 @@ class _Origins:
             bounds: The numbers of its chunks among all: the first, and the one behind the last.
         """
         reused = self._lists.reused[slice(*bounds)]
-        if self._base is None or not reused.any():
+        if not reused.any():
             return None
-        entry, origins = self._base.manifest.arrays[item.name], np.zeros(reused.size, np.int32)
+        entry = None if self._base is None else self._base.manifest.arrays.get(item.name)
+        if self._base is None or entry is None or entry.grid != item.grid:
+            raise CheckpointCorruptError(
+                f"chunks of tensor {item.name!r} were left to a base that lacks them; nothing was committed, save again"
+            )
+        origins = np.zeros(reused.size, np.int32)
         for number in np.flatnonzero(reused).tolist():
             origins[number] = self.names.setdefault(self._base.origin(entry, number), len(self.names) + 1)
         return origins

@@ -117,6 +117,9 @@ def open_base(where: Location, kvstore: str) -> Base:
     manifest = Manifest.from_bytes(data, f"{where}/{MANIFEST_NAME}")
     if manifest.kvstore != kvstore:
         raise CheckpointError(f"{where} is of kind {manifest.kvstore}, and this save writes {kvstore}")
+    entries = manifest.arrays.values()
+    if entries and all(entry.identities is None for entry in entries):
+        raise CheckpointError(f"an earlier version of dtckpt saved {where}, with 64 bits of each chunk only")
     return Base(where, folder, manifest)
 
 

@@ -290,7 +290,7 @@ class SaveAttempt:
         """Stage the state while waiting for the others: the copy hides the wait.
 
         Without staging, other threads read the state later, on other streams; so the GPU work that fills it must have
-        ended. What the base has already is found before the copy, unless the elements must be copied to be looked at.
+        ended. The chunks that the base has are found before the copy, unless elements must be copied to be looked at.
         """
         if isinstance(state.source, MemorySource):
             state.source.synchronize()
@@ -325,9 +325,10 @@ class SaveAttempt:
         try:
             if agreed.agreement.base == base.identity:
                 if agreed.staged.reuse.shared:
-                    attempt = construction.join(agreed.agreement.token)
-                    attempt.validate(self.collective.client)
-                    agreed.staged.reuse.share(base, attempt.folder)
+                    with self.collective.phases.measure("compare"):
+                        attempt = construction.join(agreed.agreement.token)
+                        attempt.validate(self.collective.client)
+                        agreed.staged.reuse.share(base, attempt.folder)
                 return agreed
             self._base = None
             if construction.led is not None:

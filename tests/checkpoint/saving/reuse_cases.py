@@ -18,7 +18,8 @@ from checkpoint.client_cases import mesh_over_all
 from dtckpt import CheckpointManager, Layout, SaveOptions
 from dtckpt.checkpoint.saving import save as save_module
 from dtckpt.checkpoint.saving.reuse import Reuse
-from dtckpt.errors import CheckpointError
+from dtckpt.checkpoint.saving.write import ClientWriter
+from dtckpt.errors import CheckpointCorruptError, CheckpointError
 
 CHANGED_NBYTES = 2 * 32 * 64 * 4
 
@@ -117,3 +118,18 @@ def _save_and_die(root: str, step: int, arrays: dict[str, Any], options: SaveOpt
     with CheckpointManager(root, options=options, reuse=True, is_async=False) as manager:
         manager.save(step, tree)
     die()
+
+
+def lie(root: str, kvstore: str) -> str:
+    """Save step 3, and let client 1 leave a chunk of a tensor to the base that the base lacks; return the error."""
+    real = ClientWriter._reused_bits
+    if dtckpt.client_id() == 1:
+        ClientWriter._reused_bits = lambda self: b"\xff" * len(real(self))  # type: ignore[method-assign]
+    try:
+        tree = {**_on_mesh(3), "new": packed(_noise(9, 512, 300), Layout(["x", "unsharded"], mesh_over_all({"x": 2})))}
+        dtckpt.save(f"{root}/3", tree, options=SaveOptions(kvstore=kvstore), base=f"{root}/2")
+    except CheckpointCorruptError as error:
+        return str(error)
+    finally:
+        ClientWriter._reused_bits = real  # type: ignore[method-assign]
+    return ""

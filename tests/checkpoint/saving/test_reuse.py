@@ -30,6 +30,7 @@ from . import reuse_cases
 
 KINDS = ("ocdbt", "zarr")
 MIB = 1 << 20
+GOLDEN = Path(__file__).parents[1] / "golden" / "format-1-crc64"
 
 
 def noise(seed, *shape):
@@ -293,6 +294,9 @@ def spoil(path, how, monkeypatch):
             shutil.rmtree(path)
             path.mkdir()
             torch.save({"w": torch.ones(3)}, path / "a.pt")
+        case "64 bits":
+            shutil.rmtree(path)
+            shutil.copytree(GOLDEN / "ocdbt", path)
         case "blocks":
             (path / "client_0" / "dtckpt.blocks").write_bytes(b"")
         case "short data":
@@ -308,7 +312,18 @@ def refuse_newer(where, kvstore):
     raise errors.CheckpointVersionError("of a newer format")
 
 
-SPOILT = ("missing", "uncommitted", "damaged", "newer", "other kind", "foreign", "blocks", "short data", "a link")
+SPOILT = (
+    "missing",
+    "uncommitted",
+    "damaged",
+    "newer",
+    "other kind",
+    "foreign",
+    "64 bits",
+    "blocks",
+    "short data",
+    "a link",
+)
 
 
 @pytest.mark.parametrize("how", SPOILT)
@@ -471,6 +486,15 @@ def test_clients_that_see_different_bases_share_nothing_that_is_not_agreed(pool,
     assert not (tmp_path / "3" / BASE_FOLDER).exists()
 
 
+@pytest.mark.parametrize("kvstore", KINDS)
+def test_a_client_that_leaves_to_the_base_what_it_lacks(pool, tmp_path, kvstore):
+    pool.values(reuse_cases.save_steps, str(tmp_path), kvstore, clients=2)
+    found = pool.values(reuse_cases.lie, str(tmp_path), kvstore, clients=2)
+    assert found == [found[0]] * 2
+    assert "'new' were left to a base that lacks them" in found[0]
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "2"]
+
+
 # --- object stores ---
 
 
@@ -542,7 +566,7 @@ class History:
     def save(self):
         for name in self.draw.sample(sorted(self.tensors), self.draw.randrange(4)):
             self.tensors[name] = self.tensors[name].clone()
-            self.tensors[name][self.draw.randrange(40)] += 1
+            self.tensors[name][self.draw.randrange(30)] += 1
         if self.draw.random() < 0.2:
             self.tensors[f"t{self.draw.randrange(9)}"] = noise(self.draw.randrange(1 << 30), 30, 64)
         self.step += 1
