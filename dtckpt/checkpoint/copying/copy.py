@@ -100,7 +100,7 @@ def copy(
         CheckpointNotFoundError: There is no checkpoint of dtckpt at the source, or the root lacks one of the steps.
         CheckpointExistsError: There is another checkpoint at the target of a checkpoint, or something else.
         CheckpointCorruptError: The checkpoint is damaged.
-        CheckpointConflictError: It was replaced meanwhile, or another process copies to the target.
+        CheckpointConflictError: A save replaced it meanwhile, or another process copies to the target.
         ConfigError: An argument cannot be used.
         StorageError: Storage refused.
     """

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 
-from dtckpt.checkpoint.copying.file_plan import FilePlan, read_manifest, validate_rest
+from dtckpt.checkpoint.copying.chunk_places import ChunkPlaces, read_manifest, validate_rest
 from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import (
     CheckpointConflictError,
@@ -176,7 +176,7 @@ class _CheckpointCopy:
             raise ConfigError(
                 f"{self._source} cannot be copied as it is: {error.message}, or dtckpt reshard --format zarr"
             ) from None
-        plan = FilePlan.of(self._source, self._folder, manifest)
+        plan = ChunkPlaces.of(self._source, self._folder, manifest)
         validate_rest(self._source, self._folder, manifest)
         if missing := next((name for name in plan.chunks if name not in files), None):
             raise CheckpointCorruptError(
@@ -246,7 +246,7 @@ class _CheckpointCopy:
 
     # --- files ----------------------------------------------------------------------------------------------------
 
-    def _copy_files(self, folder: Folder, plan: FilePlan, files: Mapping[str, WholeFile]) -> CopiedCheckpoint:
+    def _copy_files(self, folder: Folder, plan: ChunkPlaces, files: Mapping[str, WholeFile]) -> CopiedCheckpoint:
         names = sorted(files.keys() - {MANIFEST_NAME})
         with translate_errors("make the folders", self._target.where):
             make_parents(folder, names)
@@ -261,7 +261,7 @@ class _CheckpointCopy:
                 counts[kind] += count
         return self._result(len(files), **counts)
 
-    def _copy_file(self, folder: Folder, plan: FilePlan, file: WholeFile, *, was_there: bool) -> tuple[str, int]:
+    def _copy_file(self, folder: Folder, plan: ChunkPlaces, file: WholeFile, *, was_there: bool) -> tuple[str, int]:
         """Bring one file into a folder; return what was done, and how much of it: bytes, or one file."""
         try:
             if was_there and self._is_kept(folder, plan, file):
@@ -275,7 +275,7 @@ class _CheckpointCopy:
                 raise self._replaced() from error
             raise
 
-    def _pieces(self, plan: FilePlan, file: WholeFile) -> Iterator[memoryview]:
+    def _pieces(self, plan: ChunkPlaces, file: WholeFile) -> Iterator[memoryview]:
         """Yield the bytes of a file of the source, each chunk verified.
 
         Raises:
@@ -286,7 +286,7 @@ class _CheckpointCopy:
             yield data
             self._options.progress(file.name, data.nbytes)
 
-    def _verified(self, folder: Folder, plan: FilePlan, file: WholeFile) -> Iterator[memoryview]:
+    def _verified(self, folder: Folder, plan: ChunkPlaces, file: WholeFile) -> Iterator[memoryview]:
         where = f"{folder}/{file.name}"
         with translate_errors("read {}", folder, file.name, is_read=True), open_ranges(folder, file.name) as read:
             for segment in plan.segments(file.name, file.nbytes):
@@ -302,7 +302,7 @@ class _CheckpointCopy:
                 if data.nbytes < segment.stop - segment.start:
                     break  # the file ends here
 
-    def _is_kept(self, folder: Folder, plan: FilePlan, file: WholeFile) -> bool:
+    def _is_kept(self, folder: Folder, plan: ChunkPlaces, file: WholeFile) -> bool:
         """Whether a file that an earlier call wrote has the source's bytes: chunks by digest, the rest compared."""
         try:
             with (
@@ -326,7 +326,7 @@ class _CheckpointCopy:
 
     # --- hard links -----------------------------------------------------------------------------------------------
 
-    def _is_linked(self, folder: LocalFolder, plan: FilePlan, file: WholeFile) -> bool:
+    def _is_linked(self, folder: LocalFolder, plan: ChunkPlaces, file: WholeFile) -> bool:
         """Whether the file became a link to the copy of another name of the same file."""
         links = self._options.links
         copy = None if links is None or file.inode is None else links.get(file.inode)

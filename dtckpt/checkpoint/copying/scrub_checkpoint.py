@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from dtckpt.checkpoint.copying.file_plan import FilePlan, Segment, read_manifest, validate_rest
+from dtckpt.checkpoint.copying.chunk_places import ChunkPlaces, Segment, read_manifest, validate_rest
 from dtckpt.checkpoint.copying.scrub_state import KnownCheckpoint
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, MAX_NBYTES, Lineage
 from dtckpt.checkpoint.managing.step_folders import MAX_METRICS_NBYTES, METRICS_NAME
@@ -69,7 +69,7 @@ class Frame:
         files: The files, by name.
     """
 
-    def __init__(self, folder: Folder, data: bytes, plan: FilePlan, files: Mapping[str, WholeFile]) -> None:
+    def __init__(self, folder: Folder, data: bytes, plan: ChunkPlaces, files: Mapping[str, WholeFile]) -> None:
         self.folder = folder
         self.data = data
         self.plan = plan
@@ -85,7 +85,7 @@ class Frame:
         data, manifest = read_manifest(where, folder)
         with translate_errors("list the files", where):
             files = list_files(folder)
-        plan = FilePlan.of(where, folder, manifest)
+        plan = ChunkPlaces.of(where, folder, manifest)
         files = {name: file for name, file in files.items() if name in plan.chunks or _is_own(name)}
         validate_rest(where, folder, manifest)
         with translate_errors("read the small files", where, is_read=True):

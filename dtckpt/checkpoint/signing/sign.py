@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from dtckpt.checkpoint.copying.file_plan import FilePlan, read_manifest, validate_rest
+from dtckpt.checkpoint.copying.chunk_places import ChunkPlaces, read_manifest, validate_rest
 from dtckpt.checkpoint.signing.keys import KeySource, key_id, private_key
 from dtckpt.checkpoint.signing.statement import (
     MAX_SIGNATURE_NBYTES,
@@ -106,7 +106,7 @@ def digest_files(where: Location, folder: Folder, progress: Callable[[str, int],
         CheckpointCorruptError: The checkpoint is damaged.
     """
     data, manifest = read_manifest(where, folder)
-    plan = FilePlan.of(where, folder, manifest)
+    plan = ChunkPlaces.of(where, folder, manifest)
     validate_rest(where, folder, manifest)
     with translate_errors("list the files", where):
         files = {name: each for name, each in list_files(folder).items() if name not in (SIGNATURE_NAME, *MARKER_NAMES)}

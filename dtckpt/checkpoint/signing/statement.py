@@ -74,7 +74,7 @@ class SignedFiles:
         """Read a payload whose signature was verified.
 
         Raises:
-            ValueError: It is of a newer version, or malformed.
+            ValueError: The payload is of a newer version, or malformed.
         """
         facts = json_facts.parse_object(data)
         if facts.get("version") != _VERSION:
@@ -161,7 +161,7 @@ class Envelope:
         """Read a file.
 
         Raises:
-            ValueError: It is malformed, or of another type.
+            ValueError: The file is malformed, or of another type.
         """
         facts = json_facts.parse_object(data)
         if facts.get("payloadType") != PAYLOAD_TYPE:
