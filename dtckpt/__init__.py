@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.converting.shared_export import ExportOptions
     from dtckpt.checkpoint.copying.copy import CopyReport, copy
     from dtckpt.checkpoint.copying.scrub import ScrubReport, scrub
+    from dtckpt.checkpoint.live.lent_version import LentVersion
     from dtckpt.checkpoint.live.publisher import Publisher
     from dtckpt.checkpoint.live.subscriber import LiveReport, LiveVersion, StagedVersion, Subscriber
     from dtckpt.checkpoint.managing.interval import AutoInterval, optimal_interval
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.managing.mirror import Mirror
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
     from dtckpt.checkpoint.managing.retention import Retention
+    from dtckpt.checkpoint.mapping.map_rules import TensorMap
     from dtckpt.checkpoint.open import open_checkpoint
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
     from dtckpt.checkpoint.per_client import PerClient
@@ -102,7 +104,9 @@ _MODULES = {
     "checkpoint.tiers.local_restore": ("LocalRestore",),
     "checkpoint.tiers.options": ("LocalTier",),
     "checkpoint.open": ("open_checkpoint",),
+    "checkpoint.mapping.map_rules": ("TensorMap",),
     "checkpoint.reading.checkpoint": ("Checkpoint",),
+    "checkpoint.live.lent_version": ("LentVersion",),
     "checkpoint.live.publisher": ("Publisher",),
     "checkpoint.live.subscriber": ("LiveReport", "LiveVersion", "StagedVersion", "Subscriber"),
     "checkpoint.reading.tensor_info": ("TensorInfo",),
@@ -176,6 +180,7 @@ __all__ = [
     "EnumMember",
     "ExportOptions",
     "Layout",
+    "LentVersion",
     "LiveReport",
     "LiveVersion",
     "LocalRestore",
@@ -205,6 +210,7 @@ __all__ = [
     "StagedVersion",
     "Subscriber",
     "TensorInfo",
+    "TensorMap",
     "TensorParts",
     "VerifyReport",
     "abstract_mesh",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+from dtckpt.checkpoint.mapping.map_rules import TensorMap
 from dtckpt.checkpoint.restoring.rename_rules import Rename, validate_rename
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.signing.keys import KeySource
@@ -107,6 +108,8 @@ class RestoreOptions:
             `RestoreReport.owners` only.
         rename: New names for tensors and values of the checkpoint; see
             `dtckpt.checkpoint.restoring.rename_rules.Rename`.
+        map: Rules for other names and shapes of its tensors: a `dtckpt.TensorMap`, or its source, as for
+            `dtckpt.open_checkpoint`. They come before ``rename``.
         report: Called with the `RestoreReport`, when all is restored, or when the restore is refused because something
             is missing, unexpected, reshaped or cast.
         read_once: Whether one client reads each byte from storage, and hands it on to the clients that need it: in the
@@ -124,6 +127,7 @@ class RestoreOptions:
     allow_unexpected: bool = False
     strict: str = ""
     rename: Rename | None = None
+    map: TensorMap | str | os.PathLike[str] | None = None
     report: Callable[[RestoreReport], object] | None = None
     read_once: bool | None = None
     trusted_keys: Sequence[KeySource] = ()
@@ -136,6 +140,8 @@ class RestoreOptions:
         _validate_choice("strict", self.strict, STRICT)
         if self.rename is not None:
             validate_rename(self.rename)
+        if self.map is not None and not isinstance(self.map, TensorMap | str | os.PathLike):
+            raise ConfigError(f"option map must be a TensorMap, its name or its file; got {self.map!r}")
         if self.report is not None and not callable(self.report):
             raise ConfigError(f"option report must be a function of a RestoreReport; got {self.report!r}")
         _validate_flags(self, "allow_missing", "allow_unexpected", "progress")

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from dtckpt.checkpoint.copying.chunk_places import ChunkPlaces, read_manifest, validate_rest
@@ -127,12 +127,12 @@ def copy_checkpoint(source: Location, target: Location, options: CopyOptions) ->
     start = time.monotonic()
     place = commit_target_of(source)
     # The pin keeps other processes of this host from removing the source.
-    with place.pin(), ExitStack() as stack:
+    with place.pin():
         folder = place.locate()
         if isinstance(folder, LocalFolder):
             # This very directory: a save that replaces the checkpoint must not mix its files with the copy's.
             with translate_errors("open the checkpoint", source):
-                folder = stack.enter_context(folder.held())
+                folder = folder.hold(follow=False)
         job = _CheckpointCopy(source, place, folder, commit_target_of(target), options)
         return replace(job.run(), seconds=time.monotonic() - start)
 

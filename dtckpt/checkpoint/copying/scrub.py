@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -206,9 +206,9 @@ class _ScrubRun:
         self._name = name
         where = self._root.where / name
         place = commit_target_of(where)
-        with place.pin(), ExitStack() as stack:
+        with place.pin():
             # This very directory: a save that replaces the checkpoint must not get files of the old one.
-            folder = self._folder_of(where, stack)
+            folder = self._folder_of(where)
             if folder is None:
                 return True
             known = self._state.known.get(name)
@@ -247,7 +247,7 @@ class _ScrubRun:
                     return False
         return True
 
-    def _folder_of(self, where: Location, stack: ExitStack) -> Folder | None:
+    def _folder_of(self, where: Location) -> Folder | None:
         """Return the folder of a checkpoint, also of one whose manifest is missing; None if there is none."""
         place = commit_target_of(where)
         try:
@@ -258,18 +258,17 @@ class _ScrubRun:
             folder = place.folder  # a step's name, and no manifest: the manifest was lost
         with translate_errors("open the checkpoint", where):
             try:
-                return stack.enter_context(folder.held()) if isinstance(folder, LocalFolder) else folder
+                return folder.hold(follow=False) if isinstance(folder, LocalFolder) else folder
             except (FileNotFoundError, NotADirectoryError) as error:
                 logger.warning("%s is passed over: %s", where, error)  # removed meanwhile, or a link to elsewhere
                 return None
 
     def _is_there(self, where: Location, folder: Folder) -> bool:
         """Whether a folder is still the checkpoint at a path."""
-        with ExitStack() as stack:
-            now = self._folder_of(where, stack)
-            if isinstance(now, LocalFolder) and isinstance(folder, LocalFolder):
-                return now.inode(".") == folder.inode(".")
-            return now is not None and str(now) == str(folder)
+        now = self._folder_of(where)
+        if isinstance(now, LocalFolder) and isinstance(folder, LocalFolder):
+            return now.inode(".") == folder.inode(".")
+        return now is not None and str(now) == str(folder)
 
     def _copy_of(self, name: str) -> tuple[Location, Folder] | None:
         if self._copies is None:
@@ -286,8 +285,8 @@ class _ScrubRun:
             if self._folders.step_of(other) is None:
                 continue
             place = commit_target_of(self._root.where / other)
-            with place.pin(), ExitStack() as stack, suppress(FileNotFoundError):
-                found = self._folder_of(self._root.where / other, stack)
+            with place.pin(), suppress(FileNotFoundError):
+                found = self._folder_of(self._root.where / other)
                 if not isinstance(found, LocalFolder):
                     continue
                 for each in list_files(found).values():

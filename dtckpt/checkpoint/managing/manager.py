@@ -72,6 +72,8 @@ class CheckpointManager:
             is raised.
         leftover_age_s: Seconds without any change after which an unfinished attempt whose leader is gone is removed.
         options: How checkpoints are written; ``overwrite`` is always on.
+        reuse: Whether a save shares the parts that have not changed with the step before it; see ``base`` of
+            `dtckpt.save`. Each step stays a whole checkpoint, whichever others are removed.
         local: Frequent checkpoints in the memory of the hosts, with copies on other hosts; see `dtckpt.LocalTier`. The
             rules above then say which of them are also written to ``root``, from that memory. While such a write is
             under way, no other begins: a step that is due then gives its place to the next step that can be written.
@@ -109,6 +111,7 @@ class CheckpointManager:
         on_failure: OnFailure = "raise",
         leftover_age_s: float = 3600.0,
         options: SaveOptions | None = None,
+        reuse: bool = False,
         local: LocalTier | None = None,
         mirror: str | Location | Mirror | None = None,
         trusted_keys: Sequence[KeySource] = (),
@@ -129,6 +132,7 @@ class CheckpointManager:
             is_async=is_async,
             leftover_age_s=leftover_age_s,
             save=replace(options or SaveOptions(), overwrite=True),
+            reuse=reuse,
             trusted_keys=validated_keys(trusted_keys),
         )
         self._clock = clock
@@ -142,6 +146,8 @@ class CheckpointManager:
         )
         self._failed = FailedSaves(on_failure, self.root)
         self._handle: SaveHandle | None = None
+        # The step whose checkpoint is the base of the next save; None until this manager has saved or restored one.
+        self._base_step: int | None = None
         self._tier = TierSaves(local, self._folders, self._root.folder, self.options.save) if local else None
         self._copies = (
             None
@@ -312,6 +318,7 @@ class CheckpointManager:
                 then=lambda handle: self._after_save(step, start, handle, is_leader=is_leader),
                 step=step,
                 follow_link=False,
+                base=self._base(),
             )
         except StorageError as error:
             if not self._failed.tolerate(step, error, is_told=is_leader):
@@ -374,7 +381,17 @@ class CheckpointManager:
             self._after_save(save.step, start, handle, is_leader=is_leader)
 
         path, then = self.path(save.step), tier.pinned(save, after)
-        return tier.writer.start(path, save.step, describe, options, extra_files=files, then=then)
+        base = self._base()
+        return tier.writer.start(path, save.step, describe, options, extra_files=files, then=then, base=base)
+
+    def _base(self) -> Location | None:
+        """Return the checkpoint that the next save may share parts with; clients agree on it in the save."""
+        if not self.options.reuse:
+            return None
+        if self._base_step is None:
+            with self._tolerated("listed"):
+                self._base_step = max(set(self.all_steps()) - self._damaged, default=None)
+        return None if self._base_step is None else self.path(self._base_step)
 
     def _acquire(self, member: Member) -> None:
         """Take the right to change the root, on client 0 in a save's first round: all clients raise the error."""
@@ -393,6 +410,8 @@ class CheckpointManager:
     def _after_save(self, step: int, start: float, handle: SaveHandle, *, is_leader: bool) -> None:
         if self._failed.tolerate(step, handle.failure, is_told=is_leader):
             handle.forgive()
+        if handle.is_committed:
+            self._base_step = step
         # Only after the commit: until then the old checkpoints may be the only good ones.
         if is_leader and handle.is_committed:
             if self._pace is not None:
@@ -539,6 +558,7 @@ class CheckpointManager:
         self._saved = None
         self._schedule.note_restored()
         self._damaged.update(each for each in skipped if each != chosen.step)
+        self._base_step = None if chosen.local or chosen.is_mirrored else chosen.step
         if chosen.is_mirrored:
             self._damaged.add(chosen.step)  # the root lacks it, or has it damaged
         if tier is not None:
@@ -632,12 +652,12 @@ class CheckpointManager:
             self._root.collect(min_age_s=self.options.leftover_age_s, now=time.time())
 
     @contextmanager
-    def _tolerated(self) -> Iterator[None]:
+    def _tolerated(self, action: str = "removed") -> Iterator[None]:
         """Log a warning if something cannot be removed, and go on: the save is good, and the next save tries again."""
         try:
             yield
         except (DtckptError, OSError) as error:
-            logger.warning("old checkpoints in %s could not all be removed: %s", self.root, error)
+            logger.warning("old checkpoints in %s could not all be %s: %s", self.root, action, error)
 
     def _remove(self, step: int) -> None:
         with self._removal_lock:

@@ -29,11 +29,14 @@ class ManagerOptions:
     is_async: bool
     leftover_age_s: float
     save: SaveOptions
+    reuse: bool = False
     trusted_keys: tuple[KeySource, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.leftover_age_s > 0:
             raise ConfigError(f"leftover_age_s must be positive; got {self.leftover_age_s!r}")
+        if not isinstance(self.reuse, bool):
+            raise ConfigError(f"reuse must be True or False; got {self.reuse!r}")
 
 
 def auto_interval(every: object) -> AutoInterval | None:

@@ -67,7 +67,7 @@ class Checkpoint:
         self.is_remote = signed is not None or is_remote(path)
         self.signed = signed
         self.files = files
-        self._reopen = reopen
+        self.reopen = reopen
         self.tensors: Mapping[str, TensorInfo] = files.tensors
 
     def __repr__(self) -> str:
@@ -256,6 +256,21 @@ class Checkpoint:
         """
         return False
 
+    def has_taken(self, name: str) -> bool:  # noqa: ARG002  as above
+        """Whether bytes of a tensor were read; no if all of them were held. The checkpoint may be closed. Local."""
+        return True
+
+    def has_elements(self, name: str, buffers: RegionBuffers) -> bool:  # noqa: ARG002  as above
+        """Whether any memory has the elements of regions of a tensor, as its digests tell. The checkpoint may be closed.
+
+        Local.
+
+        Args:
+            name: The tensor's name.
+            buffers: The regions, each with its memory.
+        """
+        return False
+
     def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:
         """Learn that a restore has read everything, and that some memory was filled with what other clients read.
 
@@ -293,10 +308,10 @@ class Checkpoint:
 
     def cause_of(self, error: CheckpointError) -> CheckpointError:
         """Return the error, or another error if a save has replaced the checkpoint since it was opened."""
-        if self._reopen is None:
+        if self.reopen is None:
             return error
         try:
-            with self._reopen() as now:
+            with self.reopen() as now:
                 is_same = now.identity == self.identity
         except CheckpointNotFoundError:
             is_same = False

@@ -18,13 +18,14 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import validate_mode
 from dtckpt.checkpoint.live.versions import is_live
-from dtckpt.checkpoint.open import open_checkpoint
+from dtckpt.checkpoint.open import mapped, open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.aside import AsideMemory, copy_into
-from dtckpt.checkpoint.restoring.fill import fill_tensors, own_buffers, read_nbytes
+from dtckpt.checkpoint.reading.verified_reads import spare_threads
+from dtckpt.checkpoint.restoring.fill import fill_tensors, has_elements, own_buffers, read_nbytes
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.match import plan_target
 from dtckpt.checkpoint.restoring.new_tensors import meshes_of_layouts, plan_new_tensors
@@ -37,6 +38,7 @@ from dtckpt.checkpoint.restoring.target import visit_target
 from dtckpt.checkpoint.restoring.unexpected import Unasked
 from dtckpt.checkpoint.signing.keys import KeySource
 from dtckpt.checkpoint.timing import Written, find_slow
+from dtckpt.comm.background_threads import Pool
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.errors import CheckpointConflictError, CheckpointUntrustedError, DtckptError, TreeError
@@ -360,6 +362,8 @@ class StagedRestore:
     def apply(self) -> Any:
         """Bring the tensors from the memory beside the target's into the target, then plain values, then objects.
 
+        Tensors of which nothing was read are digested in the target: those that are there already are not copied.
+
         Plain values and stateful objects change only here: after every client has read its tensors.
 
         Returns:
@@ -367,13 +371,29 @@ class StagedRestore:
         """
         prepared = self._prepared
         pairs = zip(prepared.leaves, prepared.beside, strict=True)
-        moved = [(leaf, beside) for (_, leaf), (_, beside) in pairs if leaf is not beside]
+        moved = [(name, leaf, beside) for (name, leaf), (_, beside) in pairs if leaf is not beside]
+        there = self._found_there([(name, leaf) for name, leaf, _ in moved])
+        moved = [each for each in moved if id(each[1]) not in there]
         if moved:
-            copy_into([leaf for leaf, _ in moved], [beside for _, beside in moved])
+            copy_into([leaf for _, leaf, _ in moved], [beside for *_, beside in moved])
         result = prepared.plan.finish()
         if self._tell is not None:
             self._tell(self.report)
         return result
+
+    def _found_there(self, leaves: Sequence[NamedLeaf]) -> set[int]:
+        """Return the ids of the leaves of a target that have the elements already.
+
+        That nothing was read of a tensor says that the memory beside it has the elements since the last restore. The
+        target may have been changed since then, or never have got them. So its memory is digested.
+        """
+        checkpoint = self._prepared.checkpoint
+        likely = [each for each in leaves if not checkpoint.has_taken(each[0])]
+        if not likely:
+            return set()
+        with Pool(spare_threads(), "dtckpt-apply") as pool:
+            found = pool.map(lambda each: has_elements(checkpoint, *each), likely)
+            return {id(leaf) for (_, leaf), is_there in zip(likely, found, strict=True) if is_there}
 
 
 def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> StagedRestore:
@@ -439,6 +459,7 @@ def _prepare(
         checkpoint = open_()
         if options.trusted_keys and checkpoint.signed is None:
             raise CheckpointUntrustedError(f"{checkpoint.path} is not read by a signature; restore a signed checkpoint")
+        checkpoint = mapped(checkpoint, options.map)
         planned = request.plan(checkpoint)
         checkpoint.validate_wanted(name for name, _ in planned.leaves)
         report = planned.report(checkpoint)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from dtckpt.checkpoint.copying.chunk_places import ChunkPlaces, read_manifest, validate_rest
@@ -79,11 +78,11 @@ def sign(
     own = private_key(key)
     where = location_of(path)
     place = commit_target_of(where)
-    with place.pin(), ExitStack() as stack:
+    with place.pin():
         folder: Folder = place.locate()
         if isinstance(folder, LocalFolder):
             with translate_errors("open the checkpoint", where):
-                folder = stack.enter_context(folder.held())  # this very directory, if a save replaces it meanwhile
+                folder = folder.hold(follow=False)  # this very directory, if a save replaces it meanwhile
         signed = digest_files(where, folder, progress)
         payload = signed.to_bytes()
         name = key_id(own.public_key())
