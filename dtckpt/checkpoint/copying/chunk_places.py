@@ -5,9 +5,9 @@ The manifest has a digest of each chunk's elements, and the checkpoint's index t
     client_0/d/9f31   | chunk 0 of a | chunk 5 of a | nodes ... | chunk 0 of b | nodes ... |
     segments          |<-- at most RANGE_NBYTES -->|<-- rest -->|<----------->|<-- rest -->|
 
-A segment ends where a chunk ends, so each chunk is whole in one segment. No chunk covers the rest: the index, documents,
-digests of blocks, small files. `validate_rest` compares the digests of most of them. Bytes that no reader uses have no
-digest.
+A segment ends where a chunk ends, so each chunk is whole in one segment. No chunk covers the rest: the index,
+documents, digests of blocks, small files. `validate_rest` compares the digests of most of them. Bytes that no reader
+uses have no digest.
 """
 
 from __future__ import annotations

@@ -306,3 +306,24 @@ def test_other_files_in_a_checkpoint_may_come_and_go(root):
     (step_folder(root, 1) / "README").write_text("by a user")
     (step_folder(root, 1) / ".metadata").write_text("of another program")
     assert dtckpt.scrub(root).damages == ()
+
+
+def test_steps_that_share_what_did_not_change(tmp_path):
+    """Copies keep the links of saves that reuse chunks; a mended file is mended for all steps."""
+    root, copies = tmp_path / "run", tmp_path / "copies"
+    with dtckpt.CheckpointManager(root, is_async=False, reuse=True, options=OPTIONS["ocdbt"]) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"frozen": state(0)["w"], "w": state(step)["half"]}, force=True)
+    shared = [file for file in files_in(step_folder(root, 1)) if file.stat().st_nlink > 1]
+    assert shared
+    report = dtckpt.copy(root, copies, keep_links=True)
+    assert sum(each.num_linked for each in report.checkpoints) >= 2
+    dtckpt.scrub(root)
+    file = max(shared, key=lambda file: file.stat().st_size)
+    flip(file, file.stat().st_size // 2)
+    assert dtckpt.scrub(root).damaged
+    assert dtckpt.scrub(root, source=copies).is_sound
+    for step in (1, 2, 3):
+        assert is_equal(step_folder(root, step), step_folder(copies, step))
+        assert dtckpt.restore(step_folder(root, step))["frozen"].equal(state(0)["w"])
+    assert file.stat().st_nlink > 1
