@@ -197,7 +197,7 @@ class _CheckpointCopy:
     def _result(self, num_files: int, **facts: int) -> CopiedCheckpoint:
         return replace(CopiedCheckpoint(self._source, self._target.where, num_files), **facts)
 
-    # --- what is there --------------------------------------------------------------------------------------------
+    # --- the target as it is --------------------------------------------------------------------------------------
 
     def _markers(self) -> dict[str, bytes]:
         """Return the files by which other programs find the checkpoint; on an object store, beside its folder."""
@@ -262,7 +262,7 @@ class _CheckpointCopy:
         return self._result(len(files), **counts)
 
     def _copy_file(self, folder: Folder, plan: ChunkPlaces, file: WholeFile, *, was_there: bool) -> tuple[str, int]:
-        """Bring one file into a folder; return what was done, and how much of it: bytes, or one file."""
+        """Bring one file into a folder; return the count that grows, and by how much: bytes, or one file."""
         try:
             if was_there and self._is_kept(folder, plan, file):
                 return "num_kept", 1

@@ -1,8 +1,8 @@
 """Verify the files of one checkpoint of a root, segment by segment, and mend them from a copy.
 
 First the frame: the manifest, the index, the digests of blocks, documents and small files, in short all bytes that no
-chunk covers. Some of them have no digest in the checkpoint: bytes of data files that no reader uses, and metrics. These
-are compared with the digest that they had when `scrub` first saw the checkpoint. Then the chunks, file by file.
+chunk covers. Some of them have no digest in the checkpoint: bytes of data files that no reader uses, and metrics. For
+them counts the digest that they had when `scrub` first saw the checkpoint. Then the chunks, file by file.
 
 A file is mended as a whole: sound chunks are taken from the file, the others from the copy if they have the manifest's
 digest there. The new file is written beside the old one and renamed. If the old file has further names in the root
@@ -49,7 +49,7 @@ class ScrubDamage:
     Args:
         checkpoint: The checkpoint.
         file: The file; empty: the frame as a whole.
-        reason: What is wrong.
+        reason: The finding, in words.
         is_mended: Whether the file was replaced.
     """
 
@@ -282,7 +282,7 @@ class CheckpointScrub:
         return self._copy
 
     def _fits(self, copy: Frame) -> bool:
-        """Whether all chunks of this checkpoint are those of a copy's manifest, so that its manifest is this one's."""
+        """Whether a copy's manifest has the digests of all chunks of this checkpoint: both have one manifest."""
         chunks = ((name, list(copy.plan.chunk_segments(name))) for name in copy.plan.chunks)
         return bool(copy.plan.chunks) and not any(
             reason for name, segments in chunks for reason in self._damaged(copy, name, segments)

@@ -59,7 +59,7 @@ def sign(
 ) -> SignReport:
     """Sign a checkpoint with an Ed25519 key; the signature is the file ``dtckpt.signature`` in it. Local.
 
-    The signature covers the manifest and all other files, by SHA-256 digests. What is digested is verified by the
+    The signature covers the manifest and all other files, by SHA-256 digests. The same bytes are verified by the
     manifest's digests at the same time, so a damaged checkpoint is not signed. Signatures of other keys stay.
 
     Args:
