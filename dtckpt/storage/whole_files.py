@@ -41,13 +41,18 @@ class WholeFile:
     num_names: int = 1
 
 
-def list_files(folder: Folder) -> dict[str, WholeFile]:
-    """Return the files below a folder, by name, without links and drafts. Blocks: on storage."""
+def list_files(folder: Folder, *, has_drafts: bool = False) -> dict[str, WholeFile]:
+    """Return the files below a folder, by name, without links. Blocks: on storage.
+
+    Args:
+        folder: The folder.
+        has_drafts: Whether the drafts of processes that died count, too.
+    """
     if isinstance(folder, LocalFolder):
         return {
             name: WholeFile(name, status.st_size, (status.st_dev, status.st_ino), status.st_nlink)
             for name, status in folder.walk()
-            if not is_draft(name)
+            if has_drafts or not is_draft(name)
         }
     return {name: WholeFile(name) for name in folder.names()}
 

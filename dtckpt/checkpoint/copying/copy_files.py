@@ -185,7 +185,7 @@ class _CheckpointCopy:
         with self._target.resume(f"copy-{bytes_digest(data):016x}") as attempt:
             copied = self._copy_files(attempt.folder, plan, files)
             with translate_errors("finish the copy", self._target.where):
-                attempt.folder.remove(list_files(attempt.folder).keys() - files.keys())
+                attempt.folder.remove(list_files(attempt.folder, has_drafts=True).keys() - files.keys())
                 # Last: a folder with a manifest is a checkpoint.
                 write_file(attempt.folder, MANIFEST_NAME, [memoryview(data)])
             if not self._is_source():
@@ -300,6 +300,8 @@ class _CheckpointCopy:
                     )
                 yield data
                 if data.nbytes < segment.stop - segment.start:
+                    if file.nbytes not in (None, segment.start + data.nbytes):
+                        raise CheckpointCorruptError(f"{where} was cut off while it was copied; copy it again")
                     break  # the file ends here
 
     def _is_kept(self, folder: Folder, plan: ChunkPlaces, file: WholeFile) -> bool:

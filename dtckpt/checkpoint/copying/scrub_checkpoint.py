@@ -86,7 +86,7 @@ class Frame:
         with translate_errors("list the files", where):
             files = list_files(folder)
         plan = ChunkPlaces.of(where, folder, manifest)
-        files = {name: file for name, file in files.items() if name in plan.chunks or _is_own(name)}
+        files = {name: file for name, file in files.items() if name in plan.chunks or is_own(name)}
         validate_rest(where, folder, manifest)
         with translate_errors("read the small files", where, is_read=True):
             if LINEAGE_NAME in files:
@@ -141,7 +141,7 @@ def validate_damage(error: CheckpointError) -> None:
         raise error
 
 
-def _is_own(name: str) -> bool:
+def is_own(name: str) -> bool:
     """Whether a save writes a file of this name."""
     first, _, rest = name.partition("/")
     is_data = bool(rest) and (first == DATA_FOLDER or first.startswith("client_"))

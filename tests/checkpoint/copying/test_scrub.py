@@ -7,10 +7,12 @@ import random
 import shutil
 
 import pytest
+import torch
 from support.shares import SEED, amount
 
 import dtckpt
 from dtckpt import errors
+from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.copying import scrub_checkpoint
 from dtckpt.checkpoint.copying.scrub_state import DAY_S, STATE_NAME, ScrubState
 
@@ -327,3 +329,31 @@ def test_steps_that_share_what_did_not_change(tmp_path):
         assert is_equal(step_folder(root, step), step_folder(copies, step))
         assert dtckpt.restore(step_folder(root, step))["frozen"].equal(state(0)["w"])
     assert file.stat().st_nlink > 1
+
+
+def test_steps_that_cannot_be_read_do_not_stop_the_round(root):
+    """A step of a newer format is told, a step of another library is passed over, and the next one has its turn."""
+    torch.save({"w": torch.ones(3)}, (root / "step_00000000").with_suffix(""))
+    (root / "step_00000003").mkdir()
+    torch.save({"w": torch.ones(3)}, root / "step_00000003" / "model.pt")
+    manifest = step_folder(root, 1) / "dtckpt.manifest"
+    newer = checkpoint_pb2.ManifestFile.FromString(manifest.read_bytes())
+    newer.format_version = 99
+    manifest.write_bytes(newer.SerializeToString())
+    flip(largest(step_folder(root, 2)), 1000)
+    report = dtckpt.scrub(root)
+    assert report.damaged == ("step_00000001", "step_00000002")
+    assert "newer format" in report.damages[0].reason
+    assert report.rotations == 1
+
+
+def test_drafts_of_a_scrub_that_was_killed_are_removed(root):
+    old, new = (step_folder(root, 1) / "client_0" / f".f.{number:016x}.draft" for number in (1, 2))
+    for draft in (old, new):
+        draft.write_text("draft")
+    os.utime(old, (0, 0))
+    dtckpt.scrub(root)
+    assert not old.exists()
+    assert new.exists()
+    dtckpt.copy(root, root.parent / "copies")
+    assert not [file for file in files_in(root.parent / "copies") if file.name.endswith(".draft")]
