@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from dtckpt.checkpoint.copying.chunk_places import ChunkPlaces, read_manifest, validate_rest
 from dtckpt.comm.background_threads import Pool
@@ -186,15 +187,17 @@ class _CheckpointCopy:
             copied = self._copy_files(attempt.folder, plan, files)
             with translate_errors("finish the copy", self._target.where):
                 attempt.folder.remove(list_files(attempt.folder, has_drafts=True).keys() - files.keys())
+                attempt.folder.sync(files.keys() - {MANIFEST_NAME})
                 # Last: a folder with a manifest is a checkpoint.
                 write_file(attempt.folder, MANIFEST_NAME, [memoryview(data)])
+                attempt.folder.sync([MANIFEST_NAME])
             if not self._is_source():
                 raise self._replaced()
             attempt.commit(overwrite=overwrite, markers=markers)
         self._note_links(files, is_verified=True)
         return copied
 
-    def _result(self, num_files: int, **facts: int) -> CopiedCheckpoint:
+    def _result(self, num_files: int, **facts: Any) -> CopiedCheckpoint:
         return replace(CopiedCheckpoint(self._source, self._target.where, num_files), **facts)
 
     # --- the target as it is --------------------------------------------------------------------------------------
@@ -331,8 +334,7 @@ class _CheckpointCopy:
     def _is_linked(self, folder: LocalFolder, plan: ChunkPlaces, file: WholeFile) -> bool:
         """Whether the file became a link to the copy of another name of the same file."""
         links = self._options.links
-        copy = None if links is None or file.inode is None else links.get(file.inode)
-        if copy is None:
+        if links is None or file.inode is None or (copy := links.get(file.inode)) is None:
             return False
         try:
             folder.link(file.name, copy.folder, copy.name)
