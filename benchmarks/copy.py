@@ -67,7 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 shutil.rmtree(target, ignore_errors=True)
                 if name.endswith("keys") and not (sources["ocdbt"] / "dtckpt.signature").exists():
                     dtckpt.sign(sources["ocdbt"], private)
-                os.sync()
                 start = time.perf_counter()
                 work()
                 if number:  # the first round warms up

@@ -146,7 +146,7 @@ def _open(location: Location, trusted_keys: Sequence[KeySource]) -> Checkpoint:
 
 
 def _refuse_unsigned(where: Location, trusted_keys: Sequence[KeySource]) -> None:
-    """Refuse what no key can have signed, if a trusted key is asked for."""
+    """Refuse a checkpoint that no key can have signed, if a trusted key is asked for."""
     if trusted_keys:
         raise CheckpointUntrustedError(
             f"{where} is no checkpoint that dtckpt sign has signed; convert and sign it first"

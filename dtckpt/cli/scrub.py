@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import click
 from dtckpt.cli.exit_codes import ExitCode
 from dtckpt.cli.options import LOCATION, debug_option, json_option, parse_size, quiet_option
 from dtckpt.cli.output import format_age, format_count, open_progress, write_event, write_line, write_summary
-from dtckpt.errors import capped, format_nbytes, printable
+from dtckpt.errors import CheckpointError, capped, format_nbytes, printable
 
 if TYPE_CHECKING:
     from dtckpt.checkpoint.copying.scrub import ScrubReport
@@ -53,9 +54,14 @@ def command(
     A run goes on where the last one ended, as .dtckpt-scrub.json in ROOT remembers. With --from, a damaged file is
     replaced by its sound parts and the parts that the copy has; then it is no damage that is left.
     """
+    from dtckpt.checkpoint.copying.copy import expected_nbytes
     from dtckpt.checkpoint.copying.scrub import scrub
+    from dtckpt.storage.location import location_of
 
-    with open_progress("scrubbing", 0) as progress:
+    expected = 0
+    with suppress(CheckpointError):  # which `scrub` raises, or counts as damage
+        expected = expected_nbytes(location_of(root))
+    with open_progress("scrubbing", expected) as progress:
         report = scrub(
             root,
             bytes_per_day=None if bytes_per_day is None else parse_size(bytes_per_day),

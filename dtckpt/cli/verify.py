@@ -34,7 +34,7 @@ Examples:
     type=click.Path(),
     multiple=True,
     metavar="FILE",
-    help="Public Ed25519 key, in PEM: refuse a checkpoint that none of these keys has signed.",
+    help="Public Ed25519 key, in PEM: refuse a checkpoint without a signature of such a key.",
 )
 @json_option("Print one JSON line per damage, then one with the result.")
 @quiet_option

@@ -41,13 +41,18 @@ class WholeFile:
     num_names: int = 1
 
 
-def list_files(folder: Folder) -> dict[str, WholeFile]:
-    """Return the files below a folder, by name, without links and drafts. Blocks: on storage."""
+def list_files(folder: Folder, *, has_drafts: bool = False) -> dict[str, WholeFile]:
+    """Return the files below a folder, by name, without links. Blocks: on storage.
+
+    Args:
+        folder: The folder.
+        has_drafts: Whether the drafts of processes that died count, too.
+    """
     if isinstance(folder, LocalFolder):
         return {
             name: WholeFile(name, status.st_size, (status.st_dev, status.st_ino), status.st_nlink)
             for name, status in folder.walk()
-            if not is_draft(name)
+            if has_drafts or not is_draft(name)
         }
     return {name: WholeFile(name) for name in folder.names()}
 
@@ -154,8 +159,8 @@ class DestinationError(OSError):
 def write_file(folder: Folder, name: str, pieces: Iterable[memoryview]) -> int:
     """Write a file, in the place of whatever has its name, and compare it with the pieces; return its size.
 
-    A local file is synced, then read back. An object is read back unless its store compares a digest of each write.
-    Blocks: on storage.
+    A local file is read back, from the page cache; the caller syncs it, as many files are synced faster together. An
+    object is read back unless its store compares a digest of each write. Blocks: on storage.
 
     Raises:
         DestinationError: The file does not read back as it was written.
@@ -171,7 +176,6 @@ def write_file(folder: Folder, name: str, pieces: Iterable[memoryview]) -> int:
     descriptor = folder.new_file(name)
     try:
         nbytes, ranges = _fill_pieces(descriptor, pieces)
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)
     _compare(folder, name, nbytes, ranges)
@@ -187,7 +191,6 @@ def replace_file(folder: Folder, name: str, pieces: Iterable[memoryview]) -> int
         return write_file(folder, name, pieces)
     with folder.rewrite(name) as descriptor:
         nbytes, ranges = _fill_pieces(descriptor, pieces)
-        os.fsync(descriptor)
         _compare_ranges(_LocalRanges(descriptor), f"{folder}/{name}", nbytes, ranges)
     return nbytes
 

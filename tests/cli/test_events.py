@@ -1,6 +1,7 @@
 """docs/events.md names every JSON event of every command, with its keys."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,8 @@ def root(tmp_path):
 
 
 def damaged_root(root):
-    """Move the damaged checkpoint into a root; return it."""
-    (root / "damaged_run").mkdir()
-    (root / "damaged").rename(root / "damaged_run" / "step_00000001")
+    """Copy the damaged checkpoint into a root; return the root."""
+    shutil.copytree(root / "damaged", root / "damaged_run" / "step_00000001")
     return root / "damaged_run"
 
 

@@ -78,8 +78,8 @@ def copy(
     """Copy a checkpoint, or the steps of a root, to another root, disk or store. Local: no other client takes part.
 
     All bytes of a chunk are compared with the manifest's digest while they are read, and all bytes of a file with the
-    bytes that were read after they are written. Each copy appears whole or not at all. A call that is repeated keeps
-    what an earlier call has copied.
+    bytes that were read after they are written. Each copy appears whole or not at all. A repeated call keeps the
+    files of an earlier call.
 
     Args:
         src: The checkpoint, or the root of a `CheckpointManager`.
@@ -100,7 +100,7 @@ def copy(
         CheckpointNotFoundError: There is no checkpoint of dtckpt at the source, or the root lacks one of the steps.
         CheckpointExistsError: There is another checkpoint at the target of a checkpoint, or something else.
         CheckpointCorruptError: The checkpoint is damaged.
-        CheckpointConflictError: It was replaced meanwhile, or another process copies to the target.
+        CheckpointConflictError: A save replaced it meanwhile, or another process copies to the target.
         ConfigError: An argument cannot be used.
         StorageError: Storage refused.
     """

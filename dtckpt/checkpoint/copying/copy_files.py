@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from dtckpt.checkpoint.copying.file_plan import FilePlan, read_manifest, validate_rest
+from dtckpt.checkpoint.copying.chunk_places import ChunkPlaces, read_manifest, validate_rest
 from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import (
     CheckpointConflictError,
@@ -176,7 +177,7 @@ class _CheckpointCopy:
             raise ConfigError(
                 f"{self._source} cannot be copied as it is: {error.message}, or dtckpt reshard --format zarr"
             ) from None
-        plan = FilePlan.of(self._source, self._folder, manifest)
+        plan = ChunkPlaces.of(self._source, self._folder, manifest)
         validate_rest(self._source, self._folder, manifest)
         if missing := next((name for name in plan.chunks if name not in files), None):
             raise CheckpointCorruptError(
@@ -185,19 +186,21 @@ class _CheckpointCopy:
         with self._target.resume(f"copy-{bytes_digest(data):016x}") as attempt:
             copied = self._copy_files(attempt.folder, plan, files)
             with translate_errors("finish the copy", self._target.where):
-                attempt.folder.remove(list_files(attempt.folder).keys() - files.keys())
+                attempt.folder.remove(list_files(attempt.folder, has_drafts=True).keys() - files.keys())
+                attempt.folder.sync(files.keys() - {MANIFEST_NAME})
                 # Last: a folder with a manifest is a checkpoint.
                 write_file(attempt.folder, MANIFEST_NAME, [memoryview(data)])
+                attempt.folder.sync([MANIFEST_NAME])
             if not self._is_source():
                 raise self._replaced()
             attempt.commit(overwrite=overwrite, markers=markers)
         self._note_links(files, is_verified=True)
         return copied
 
-    def _result(self, num_files: int, **facts: int) -> CopiedCheckpoint:
+    def _result(self, num_files: int, **facts: Any) -> CopiedCheckpoint:
         return replace(CopiedCheckpoint(self._source, self._target.where, num_files), **facts)
 
-    # --- what is there --------------------------------------------------------------------------------------------
+    # --- the target as it is --------------------------------------------------------------------------------------
 
     def _markers(self) -> dict[str, bytes]:
         """Return the files by which other programs find the checkpoint; on an object store, beside its folder."""
@@ -246,7 +249,7 @@ class _CheckpointCopy:
 
     # --- files ----------------------------------------------------------------------------------------------------
 
-    def _copy_files(self, folder: Folder, plan: FilePlan, files: Mapping[str, WholeFile]) -> CopiedCheckpoint:
+    def _copy_files(self, folder: Folder, plan: ChunkPlaces, files: Mapping[str, WholeFile]) -> CopiedCheckpoint:
         names = sorted(files.keys() - {MANIFEST_NAME})
         with translate_errors("make the folders", self._target.where):
             make_parents(folder, names)
@@ -261,8 +264,8 @@ class _CheckpointCopy:
                 counts[kind] += count
         return self._result(len(files), **counts)
 
-    def _copy_file(self, folder: Folder, plan: FilePlan, file: WholeFile, *, was_there: bool) -> tuple[str, int]:
-        """Bring one file into a folder; return what was done, and how much of it: bytes, or one file."""
+    def _copy_file(self, folder: Folder, plan: ChunkPlaces, file: WholeFile, *, was_there: bool) -> tuple[str, int]:
+        """Bring one file into a folder; return the count that grows, and by how much: bytes, or one file."""
         try:
             if was_there and self._is_kept(folder, plan, file):
                 return "num_kept", 1
@@ -275,7 +278,7 @@ class _CheckpointCopy:
                 raise self._replaced() from error
             raise
 
-    def _pieces(self, plan: FilePlan, file: WholeFile) -> Iterator[memoryview]:
+    def _pieces(self, plan: ChunkPlaces, file: WholeFile) -> Iterator[memoryview]:
         """Yield the bytes of a file of the source, each chunk verified.
 
         Raises:
@@ -286,7 +289,7 @@ class _CheckpointCopy:
             yield data
             self._options.progress(file.name, data.nbytes)
 
-    def _verified(self, folder: Folder, plan: FilePlan, file: WholeFile) -> Iterator[memoryview]:
+    def _verified(self, folder: Folder, plan: ChunkPlaces, file: WholeFile) -> Iterator[memoryview]:
         where = f"{folder}/{file.name}"
         with translate_errors("read {}", folder, file.name, is_read=True), open_ranges(folder, file.name) as read:
             for segment in plan.segments(file.name, file.nbytes):
@@ -300,9 +303,11 @@ class _CheckpointCopy:
                     )
                 yield data
                 if data.nbytes < segment.stop - segment.start:
+                    if file.nbytes not in (None, segment.start + data.nbytes):
+                        raise CheckpointCorruptError(f"{where} was cut off while it was copied; copy it again")
                     break  # the file ends here
 
-    def _is_kept(self, folder: Folder, plan: FilePlan, file: WholeFile) -> bool:
+    def _is_kept(self, folder: Folder, plan: ChunkPlaces, file: WholeFile) -> bool:
         """Whether a file that an earlier call wrote has the source's bytes: chunks by digest, the rest compared."""
         try:
             with (
@@ -326,11 +331,10 @@ class _CheckpointCopy:
 
     # --- hard links -----------------------------------------------------------------------------------------------
 
-    def _is_linked(self, folder: LocalFolder, plan: FilePlan, file: WholeFile) -> bool:
+    def _is_linked(self, folder: LocalFolder, plan: ChunkPlaces, file: WholeFile) -> bool:
         """Whether the file became a link to the copy of another name of the same file."""
         links = self._options.links
-        copy = None if links is None or file.inode is None else links.get(file.inode)
-        if copy is None:
+        if links is None or file.inode is None or (copy := links.get(file.inode)) is None:
             return False
         try:
             folder.link(file.name, copy.folder, copy.name)

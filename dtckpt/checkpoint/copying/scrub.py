@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from dtckpt.checkpoint.copying.scrub_checkpoint import CheckpointScrub, Frame, ScrubDamage
+from dtckpt.checkpoint.copying.scrub_checkpoint import CheckpointScrub, Frame, ScrubDamage, is_own
 from dtckpt.checkpoint.copying.scrub_state import MAX_STATE_NBYTES, STATE_NAME, KnownCheckpoint, ScrubState
 from dtckpt.checkpoint.managing.root import Root, root_of
 from dtckpt.checkpoint.managing.step_folders import StepFolders
@@ -18,18 +18,22 @@ from dtckpt.errors import (
     CheckpointConflictError,
     CheckpointIncompleteError,
     CheckpointNotFoundError,
+    CheckpointVersionError,
     ConfigError,
+    StoragePermissionError,
 )
 from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.directory_lock import lock_directory
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.local_folder import LocalFolder
+from dtckpt.storage.local_folder import LocalFolder, is_draft
 from dtckpt.storage.location import Location, location_of
 from dtckpt.storage.whole_files import RateLimit, WholeFile, list_files
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
+DRAFT_AGE_S = 3600.0
+"""Older drafts in a checkpoint are of processes that died while they mended or signed it."""
 SEGMENTS_AT_ONCE = 16
 """Segments that are verified between two looks at the budget."""
 
@@ -176,11 +180,10 @@ class _ScrubRun:
             if self._nbytes >= budget or not self._visit(name, budget):
                 break
             self._num_checkpoints += 1
+            self._write_state(budget)
         else:
             self._state = replace(self._state, name="", segment=0, rotations=self._state.rotations + 1)
-        left = 0.0 if self._bytes_per_day is None else max(0.0, budget - self._nbytes)
-        self._state = replace(self._state, at_s=self._now(), left=left)
-        self._write_state()
+        self._write_state(budget)
         known = self._state.known
         return ScrubReport(
             self._root.where,
@@ -212,8 +215,19 @@ class _ScrubRun:
             if folder is None:
                 return True
             known = self._state.known.get(name)
+            if isinstance(folder, LocalFolder):
+                with translate_errors("remove drafts", where):
+                    drafts = ((each, status) for each, status in folder.walk() if is_draft(each))
+                    old = [each for each, status in drafts if status.st_mtime < time.time() - DRAFT_AGE_S]
+                    folder.remove_files(old)
             job = CheckpointScrub(where, folder, self._copy_of(name), known, relink=self._relink, count=self._count)
-            return self._check(job, name, known, budget)
+            try:
+                return self._check(job, name, known, budget)
+            except (CheckpointVersionError, StoragePermissionError) as error:
+                # The steps after this one must have their turn, too.
+                self._damages.append(ScrubDamage(where, "", error.message, is_mended=False))
+                self._state = self._state.seen(name, replace(known or KnownCheckpoint(0, 0), num_damages=1))
+                return True
 
     def _check(self, job: CheckpointScrub, name: str, known: KnownCheckpoint | None, budget: float) -> bool:
         is_continued = known is not None and self._state.segment > 0
@@ -255,7 +269,11 @@ class _ScrubRun:
         except CheckpointNotFoundError:
             return None
         except CheckpointIncompleteError:
-            folder = place.folder  # a step's name, and no manifest: the manifest was lost
+            # A step's name, and no manifest: the manifest was lost, or another library saved the step.
+            folder = place.folder
+            with translate_errors("list the files", where):
+                if where.name not in self._state.known and not any(map(is_own, list_files(folder))):
+                    return None
         with translate_errors("open the checkpoint", where):
             try:
                 return folder.hold(follow=False) if isinstance(folder, LocalFolder) else folder
@@ -307,6 +325,8 @@ class _ScrubRun:
                 )
                 return ScrubState()
 
-    def _write_state(self) -> None:
+    def _write_state(self, budget: float) -> None:
+        left = 0.0 if self._bytes_per_day is None else max(0.0, budget - self._nbytes)
+        self._state = replace(self._state, at_s=self._now(), left=left)
         with translate_errors("write the state of scrub", self._root.where):
             self._root.folder.replace(STATE_NAME, self._state.to_bytes())

@@ -1,8 +1,8 @@
 """Verify the files of one checkpoint of a root, segment by segment, and mend them from a copy.
 
 First the frame: the manifest, the index, the digests of blocks, documents and small files, in short all bytes that no
-chunk covers. Some of them have no digest in the checkpoint: bytes of data files that no reader uses, and metrics. These
-are compared with the digest that they had when `scrub` first saw the checkpoint. Then the chunks, file by file.
+chunk covers. Some of them have no digest in the checkpoint: bytes of data files that no reader uses, and metrics. For
+them counts the digest that they had when `scrub` first saw the checkpoint. Then the chunks, file by file.
 
 A file is mended as a whole: sound chunks are taken from the file, the others from the copy if they have the manifest's
 digest there. The new file is written beside the old one and renamed. If the old file has further names in the root
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from dtckpt.checkpoint.copying.file_plan import FilePlan, Segment, read_manifest, validate_rest
+from dtckpt.checkpoint.copying.chunk_places import ChunkPlaces, Segment, read_manifest, validate_rest
 from dtckpt.checkpoint.copying.scrub_state import KnownCheckpoint
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, MAX_NBYTES, Lineage
 from dtckpt.checkpoint.managing.step_folders import MAX_METRICS_NBYTES, METRICS_NAME
@@ -49,7 +49,7 @@ class ScrubDamage:
     Args:
         checkpoint: The checkpoint.
         file: The file; empty: the frame as a whole.
-        reason: What is wrong.
+        reason: The finding, in words.
         is_mended: Whether the file was replaced.
     """
 
@@ -69,7 +69,7 @@ class Frame:
         files: The files, by name.
     """
 
-    def __init__(self, folder: Folder, data: bytes, plan: FilePlan, files: Mapping[str, WholeFile]) -> None:
+    def __init__(self, folder: Folder, data: bytes, plan: ChunkPlaces, files: Mapping[str, WholeFile]) -> None:
         self.folder = folder
         self.data = data
         self.plan = plan
@@ -85,8 +85,8 @@ class Frame:
         data, manifest = read_manifest(where, folder)
         with translate_errors("list the files", where):
             files = list_files(folder)
-        plan = FilePlan.of(where, folder, manifest)
-        files = {name: file for name, file in files.items() if name in plan.chunks or _is_own(name)}
+        plan = ChunkPlaces.of(where, folder, manifest)
+        files = {name: file for name, file in files.items() if name in plan.chunks or is_own(name)}
         validate_rest(where, folder, manifest)
         with translate_errors("read the small files", where, is_read=True):
             if LINEAGE_NAME in files:
@@ -122,10 +122,11 @@ class Frame:
         with suppress(MalformedError), open_ranges(self.folder, name) as read:
             for segment in self.segments(name):
                 if not segment.chunks:
-                    data = bytes(read(segment.start, segment.stop))
-                    found.append(data)
-                    count(len(data))
-                    if len(data) < segment.stop - segment.start:
+                    # A digest for each range: an old data file may have gigabytes that no chunk covers any more.
+                    data = read(segment.start, segment.stop)
+                    found.append(b"%d %d " % (data.nbytes, bytes_digest(data)))
+                    count(data.nbytes)
+                    if data.nbytes < segment.stop - segment.start:
                         break
         return b"".join(found)
 
@@ -140,7 +141,7 @@ def validate_damage(error: CheckpointError) -> None:
         raise error
 
 
-def _is_own(name: str) -> bool:
+def is_own(name: str) -> bool:
     """Whether a save writes a file of this name."""
     first, _, rest = name.partition("/")
     is_data = bool(rest) and (first == DATA_FOLDER or first.startswith("client_"))
@@ -281,7 +282,7 @@ class CheckpointScrub:
         return self._copy
 
     def _fits(self, copy: Frame) -> bool:
-        """Whether all chunks of this checkpoint are those of a copy's manifest, so that its manifest is this one's."""
+        """Whether a copy's manifest has the digests of all chunks of this checkpoint: both have one manifest."""
         chunks = ((name, list(copy.plan.chunk_segments(name))) for name in copy.plan.chunks)
         return bool(copy.plan.chunks) and not any(
             reason for name, segments in chunks for reason in self._damaged(copy, name, segments)

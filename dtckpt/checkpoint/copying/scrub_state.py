@@ -56,7 +56,7 @@ class ScrubState:
     known: Mapping[str, KnownCheckpoint] = field(default_factory=dict)
 
     def allowance(self, bytes_per_day: float | None, now: float) -> float:
-        """Return the bytes that a run may read at a time: what the last run left, and its share of the day since."""
+        """Return the bytes that a run may read at a time: the rest of the last run, and the share of the day since."""
         if bytes_per_day is None:
             return float("inf")
         # At first, and if the clock went back or the file is prepared, a whole day's.

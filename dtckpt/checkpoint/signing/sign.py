@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dtckpt.checkpoint.copying.file_plan import FilePlan, read_manifest, validate_rest
+from dtckpt.checkpoint.copying.chunk_places import ChunkPlaces, read_manifest, validate_rest
 from dtckpt.checkpoint.signing.keys import KeySource, key_id, private_key
 from dtckpt.checkpoint.signing.statement import (
     MAX_SIGNATURE_NBYTES,
@@ -59,7 +59,7 @@ def sign(
 ) -> SignReport:
     """Sign a checkpoint with an Ed25519 key; the signature is the file ``dtckpt.signature`` in it. Local.
 
-    The signature covers the manifest and all other files, by SHA-256 digests. What is digested is verified by the
+    The signature covers the manifest and all other files, by SHA-256 digests. The same bytes are verified by the
     manifest's digests at the same time, so a damaged checkpoint is not signed. Signatures of other keys stay.
 
     Args:
@@ -105,7 +105,7 @@ def digest_files(where: Location, folder: Folder, progress: Callable[[str, int],
         CheckpointCorruptError: The checkpoint is damaged.
     """
     data, manifest = read_manifest(where, folder)
-    plan = FilePlan.of(where, folder, manifest)
+    plan = ChunkPlaces.of(where, folder, manifest)
     validate_rest(where, folder, manifest)
     with translate_errors("list the files", where):
         files = {name: each for name, each in list_files(folder).items() if name not in (SIGNATURE_NAME, *MARKER_NAMES)}

@@ -1,8 +1,8 @@
 """`SignedFiles`: the digests of files that a signature covers; `Envelope`: the digests with the signatures; pure.
 
 The digests of the manifest (XXH3, CRC-64) find accidents, not forgeries: anyone can compute other bytes of the same
-digest. So the signature is over SHA-256 digests of the files, one for each block of 1 MiB or more, and a reader
-verifies a range of a file by the blocks that it lies in.
+digest. So the signature is over SHA-256 digests of the files, one for each block of 1 MiB or more. A reader verifies a
+range of a file by its blocks.
 
 The file ``dtckpt.signature`` is an envelope of DSSE (Dead Simple Signing Envelope 1.0.2, of in-toto and Sigstore)::
 
@@ -74,7 +74,7 @@ class SignedFiles:
         """Read a payload whose signature was verified.
 
         Raises:
-            ValueError: It is of a newer version, or malformed.
+            ValueError: The payload is of a newer version, or malformed.
         """
         facts = json_facts.parse_object(data)
         if facts.get("version") != _VERSION:
@@ -161,7 +161,7 @@ class Envelope:
         """Read a file.
 
         Raises:
-            ValueError: It is malformed, or of another type.
+            ValueError: The file is malformed, or of another type.
         """
         facts = json_facts.parse_object(data)
         if facts.get("payloadType") != PAYLOAD_TYPE:

@@ -112,14 +112,15 @@ def test_a_damaged_source_is_not_copied(tmp_path, kind):
 
 def test_a_copy_that_does_not_read_back_is_not_committed(tmp_path, monkeypatch):
     dtckpt.save(tmp_path / "s", state(1))
-    sync = os.fsync
+    write = os.pwrite
 
-    def sync_and_lose(descriptor):
-        sync(descriptor)
-        if os.fstat(descriptor).st_size > 300_000:
-            os.pwrite(descriptor, b"lost", 1000)
+    def write_and_lose(descriptor, data, offset):
+        count = write(descriptor, data, offset)
+        if count > 300_000:
+            write(descriptor, b"lost", offset + 1000)
+        return count
 
-    monkeypatch.setattr(whole_files.os, "fsync", sync_and_lose)
+    monkeypatch.setattr(whole_files.os, "pwrite", write_and_lose)
     with pytest.raises(errors.StorageError, match="does not read back as it was written"):
         dtckpt.copy(tmp_path / "s", tmp_path / "d")
     assert not (tmp_path / "d").exists()

@@ -7,10 +7,12 @@ import random
 import shutil
 
 import pytest
+import torch
 from support.shares import SEED, amount
 
 import dtckpt
 from dtckpt import errors
+from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.copying import scrub_checkpoint
 from dtckpt.checkpoint.copying.scrub_state import DAY_S, STATE_NAME, ScrubState
 
@@ -306,3 +308,52 @@ def test_other_files_in_a_checkpoint_may_come_and_go(root):
     (step_folder(root, 1) / "README").write_text("by a user")
     (step_folder(root, 1) / ".metadata").write_text("of another program")
     assert dtckpt.scrub(root).damages == ()
+
+
+def test_steps_that_share_what_did_not_change(tmp_path):
+    """Copies keep the links of saves that reuse chunks; a mended file is mended for all steps."""
+    root, copies = tmp_path / "run", tmp_path / "copies"
+    with dtckpt.CheckpointManager(root, is_async=False, reuse=True, options=OPTIONS["ocdbt"]) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"frozen": state(0)["w"], "w": state(step)["half"]}, force=True)
+    shared = [file for file in files_in(step_folder(root, 1)) if file.stat().st_nlink > 1]
+    assert shared
+    report = dtckpt.copy(root, copies, keep_links=True)
+    assert sum(each.num_linked for each in report.checkpoints) >= 2
+    dtckpt.scrub(root)
+    file = max(shared, key=lambda file: file.stat().st_size)
+    flip(file, file.stat().st_size // 2)
+    assert dtckpt.scrub(root).damaged
+    assert dtckpt.scrub(root, source=copies).is_sound
+    for step in (1, 2, 3):
+        assert is_equal(step_folder(root, step), step_folder(copies, step))
+        assert dtckpt.restore(step_folder(root, step))["frozen"].equal(state(0)["w"])
+    assert file.stat().st_nlink > 1
+
+
+def test_steps_that_cannot_be_read_do_not_stop_the_round(root):
+    """A step of a newer format is told, a step of another library is passed over, and the next one has its turn."""
+    torch.save({"w": torch.ones(3)}, (root / "step_00000000").with_suffix(""))
+    (root / "step_00000003").mkdir()
+    torch.save({"w": torch.ones(3)}, root / "step_00000003" / "model.pt")
+    manifest = step_folder(root, 1) / "dtckpt.manifest"
+    newer = checkpoint_pb2.ManifestFile.FromString(manifest.read_bytes())
+    newer.format_version = 99
+    manifest.write_bytes(newer.SerializeToString())
+    flip(largest(step_folder(root, 2)), 1000)
+    report = dtckpt.scrub(root)
+    assert report.damaged == ("step_00000001", "step_00000002")
+    assert "newer format" in report.damages[0].reason
+    assert report.rotations == 1
+
+
+def test_drafts_of_a_scrub_that_was_killed_are_removed(root):
+    old, new = (step_folder(root, 1) / "client_0" / f".f.{number:016x}.draft" for number in (1, 2))
+    for draft in (old, new):
+        draft.write_text("draft")
+    os.utime(old, (0, 0))
+    dtckpt.scrub(root)
+    assert not old.exists()
+    assert new.exists()
+    dtckpt.copy(root, root.parent / "copies")
+    assert not [file for file in files_in(root.parent / "copies") if file.name.endswith(".draft")]

@@ -1,13 +1,13 @@
-"""`FilePlan`: which bytes of a checkpoint's files are chunks, so that a copy verifies each byte range that it moves.
+"""`ChunkPlaces`: the bytes of a checkpoint's files that are chunks, so that a copy verifies each range that it moves.
 
 The manifest has a digest of each chunk's elements, and the checkpoint's index tells where each chunk lies::
 
     client_0/d/9f31   | chunk 0 of a | chunk 5 of a | nodes ... | chunk 0 of b | nodes ... |
     segments          |<-- at most RANGE_NBYTES -->|<-- rest -->|<----------->|<-- rest -->|
 
-A segment ends where a chunk ends, so each chunk is whole in one segment. The rest is what no chunk covers: the index,
-documents, digests of blocks, small files. These have digests or checksums, too, which `read_checkpoint` compares; bytes
-that no reader uses have none.
+A segment ends where a chunk ends, so each chunk is whole in one segment. No chunk covers the rest: the index,
+documents, digests of blocks, small files. `validate_rest` compares the digests of most of them. Bytes that no reader
+uses have no digest.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Segment:
     chunks: Sequence[ChunkPlace] = ()
 
 
-class FilePlan:
+class ChunkPlaces:
     """The chunks of a checkpoint by file, and the comparison of their bytes with the manifest's digests. Thread-safe.
 
     Args:
@@ -92,7 +92,7 @@ class FilePlan:
         self._context = open_context()
 
     @classmethod
-    def of(cls, where: Location, folder: Folder, manifest: Manifest) -> FilePlan:
+    def of(cls, where: Location, folder: Folder, manifest: Manifest) -> ChunkPlaces:
         """Look all chunks of a checkpoint up in its index. Blocks: on storage.
 
         Raises:
