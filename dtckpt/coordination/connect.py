@@ -144,8 +144,8 @@ def connect_beside(name: str) -> Coordination:
 def as_job_of_command(heartbeat_timeout_s: float) -> Iterator[Coordination]:
     """Let this process coordinate in a new job beside its own; yield this coordination, and leave the job in the end.
 
-    So a command in the shell of a training job does not take the place of one of the job's clients, and two commands at
-    one time do not take each other's place.
+    So a command in the shell of a training job does not take the place of a client of the job. Two commands at one time
+    do not take each other's place.
 
     Args:
         heartbeat_timeout_s: Half of the time for which this process looks for the coordinator.

@@ -1,7 +1,7 @@
 """`PlannedMemory`: the memory that a restore fills, and the values made of this memory.
 
-A restore fills a tensor of the target in place. It allocates memory for tensors on the meta device, and for parts that
-the target lacks, such as the state of a fresh optimizer.
+A restore fills a tensor of the target in place. Tensors on the meta device, and parts that the target lacks, such as
+the state of a fresh optimizer, get new memory.
 """
 
 from __future__ import annotations

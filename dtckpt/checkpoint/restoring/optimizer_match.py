@@ -6,9 +6,9 @@ The order of parameters, their division into groups, and the number of optimizer
     target    groups [[model/c, model/b], [model/a]]     parameter 0 <- model/c, 1 <- model/b, 2 <- model/a
 
 A parameter of the target may have several names, if it is tied. A saved parameter has the name of its tensor in the
-tree, or the name that the optimizer got with it, or only a number. The match runs in rounds, with the most reliable
-name first: the name in the tree; this name without wrappers; the name that the optimizer got; the name within the
-module. The last two rounds apply only if one side has no name in the tree, because different names in the tree are
+tree, or the name that the optimizer got with it, or only a number. The match runs in rounds, the most reliable name
+first. The order is: the name in the tree; this name without wrappers; the name that the optimizer got; the name within
+the module. The last two rounds apply only if one side has no name in the tree, because different names in the tree are
 different parameters. If a side has no names, numbers match by position.
 """
 

@@ -64,8 +64,8 @@ class OptimizerStates:
     def of_container(self, pair: Pair[ContainerSlot]) -> Pair[ContainerSlot]:
         """Return the pair of a container with the scope of its items, and with the node in which to look for them.
 
-        Optimizers in one container share the saved optimizers, and each has a place in the node: a container may hold
-        an optimizer for each parameter, or for each part of a model; a parameter may have moved from one optimizer to
+        Optimizers in one container share the saved optimizers, and each has a place in the node. A container may hold
+        an optimizer for each parameter, or for each part of a model. A parameter may have moved from one optimizer to
         another since the save. Schedulers share the saved schedulers in the same way. The node of a dict as
         ``Optimizer.state_dict()`` returns it has the saved state in the dict's terms.
 
@@ -109,11 +109,10 @@ class OptimizerStates:
         """Return the pair of an object's state, in its terms if it is an optimizer or a scheduler.
 
         Raises:
-            ShapeMismatchError: The saved optimizer has other parameters, without names; or state that is found by
-                position does not fit its parameter; or a list of a scheduler lacks an item for a group, or has one too
-                many.
-            TreeError: The state of an optimizer depends on the order of the parameters, which is another one; or the
-                groups of a scheduler's optimizer are of several saved optimizers, whose schedulers are not found.
+            ShapeMismatchError: The saved optimizer has other parameters, without names. Or state that is found by
+                position does not fit its parameter. Or a list of a scheduler has not one item for each group.
+            TreeError: The state of an optimizer depends on the order of the parameters, and the order differs. Or the
+                groups of a scheduler's optimizer come from several saved optimizers, whose schedulers are not found.
         """
         state = Pair(pair.node, pair.path, pair.slot.state, pair.scope_of_state)
         if isinstance(pair.slot.value, Optimizer):

@@ -54,8 +54,8 @@ from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 
 MIN_READS = 3.0
-"""Fewest reads of each byte, over all clients, for which handing on pays if the page cache has the files: it took 0.75
-of the time for 4 clients that split rows on 2 cores, but 0.9 to 1.1 for 2 clients.
+"""Fewest reads of each byte, over all clients, for which handing on pays if the page cache has the files. Handing on
+took 0.75 of the time for 4 clients that split rows on 2 cores, but 0.9 to 1.1 for 2 clients.
 """
 MIN_COLD_READS = 1.5
 """The same for files that come from the disk: it took 0.7 of the time for 4 clients, and 0.77 for 2."""

@@ -1,15 +1,15 @@
 """`Replicator`: send the parts of this client to the hosts that hold copies of them, in the background.
 
 A late copy does not delay the next save: of the waiting saves, a client sends only the newest. But if each client left
-out different saves, no save would ever have all its copies. So the clients agree at the begin of a save: if no client
+out different saves, no save would ever have all its copies. So the clients agree at the begin of a save. If no client
 still has to send an agreed save, all clients send this save, and no newer save takes its place::
 
     saves       1        2        3        4        5        6        7
     client 0    agreed   waits    (left out)        agreed            ...
     client 1    agreed   sends    waits    (left out) agreed          ...
 
-Clients still offer the next save's copies to a host that does not take copies. They log the first failure, and then the
-end of the trouble.
+Clients still offer the next save's copies to a host that does not take copies. The log has the first failure, and then
+the end of the trouble.
 
 `ExpectedCopies` are the copies that come to this host.
 """

@@ -70,11 +70,11 @@ Function = Callable[..., Sequence[Row]]
 def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Function]:
     """Return a decorator for a function that defines how operators may be sharded. The function replaces their rules.
 
-    The function takes the arguments of the operator, with an `OperandSpec` in place of each tensor. It returns pairs:
-    the placements of the results and the placements of the arguments, along one mesh axis. Each axis of a mesh may use
-    any pair. The placements of arguments are in the order of the call, arguments by name last; None, or nothing, stands
-    for a value that is no tensor. When the operator runs on a device's pieces of the arguments, the result must be that
-    device's piece of the results.
+    The function takes the arguments of the operator, with an `OperandSpec` in place of each tensor. The result is
+    pairs: the placements of the results and the placements of the arguments, along one mesh axis. Each axis of a mesh
+    may use any pair. The placements of arguments are in the order of the call, arguments by name last; None, or
+    nothing, stands for a value that is no tensor. When the operator runs on a device's pieces of the arguments, the
+    result must be that device's piece of the results.
 
     Each axis takes the cheapest pair that fits. If no pair fits, all tensors are replicated. A pair fits if each shard
     has elements, and tensors that the operator writes to keep their layouts.

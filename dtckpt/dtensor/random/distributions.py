@@ -272,8 +272,9 @@ def _bernoulli(dtype: torch.dtype, p: float | torch.Tensor = 0.5) -> Sampler:
 def _integers(dtype: torch.dtype, low: int = 0, high: int | None = None) -> Sampler:
     """Multiply a random word by the length of the range; the upper half of the product is the number.
 
-    Some numbers are a little more likely than others: in short ranges, which take half a word, by one part in 4096 at
-    most (PyTorch's remainders: by one in 16); in longer ranges, which take one word or two, by one in 2**32.
+    Some numbers are a little more likely than others. In short ranges, which take half a word, the difference is at
+    most one part in 4096 (PyTorch's remainders: one in 16). In longer ranges, which take one word or two, it is at most
+    one in 2**32.
     """
     low, high = integer_bounds(dtype, operator.index(low), None if high is None else operator.index(high))
     span = high - low

@@ -8,7 +8,7 @@ each within a run of consecutive global elements; the run is computed as a whole
     . . c d . .        -->          c d             -->         a b
     . . . . . .                                                 c d
 
-`pieces_of` plans the boxes. It also computes gaps that take less time to compute than to skip, and drops them.
+`pieces_of` plans the boxes. A run also computes gaps that take less time to compute than to skip, and drops them.
 """
 
 from __future__ import annotations
