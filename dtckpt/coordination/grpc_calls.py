@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -111,6 +112,18 @@ class Caller:
             connection, self._connection = self._connection, None
         if connection is not None:
             connection.channel.close()
+
+    def probe(self, timeout_s: float) -> None:
+        """Look whether a server listens at the address, without a call, which would be repeated for longer.
+
+        Raises:
+            CoordinatorUnavailableError: None does.
+        """
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+        except OSError as error:
+            raise errors.CoordinatorUnavailableError(f"nothing listens at {self._address}: {error}") from None
 
     def _raise_if_over(self) -> None:
         """Raise if this client must make no more calls. Does nothing here; `GrpcCoordination` overrides it."""

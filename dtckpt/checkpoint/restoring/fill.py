@@ -145,6 +145,13 @@ def own_buffers(leaf: Leaf) -> list[tuple[Region, np.ndarray[Any, Any]]]:
     return [(region, buffer) for region, buffer in found if buffer is not None]
 
 
+def has_elements(checkpoint: Checkpoint, name: str, leaf: Leaf) -> bool:
+    """Whether all memory of a leaf has a tensor's elements, as their digests tell; not known of memory elsewhere."""
+    parts = [(region, own_array(memory)) for region, memory in leaf.parts if not region.is_empty]
+    here = [(region, array) for region, array in parts if array is not None]
+    return len(here) == len(parts) and checkpoint.has_elements(name, here)
+
+
 def read_nbytes(checkpoint: Checkpoint, leaves: Sequence[NamedLeaf]) -> int:
     """Return the bytes that this client reads from storage if it reads all regions of some tensors itself."""
     return sum(

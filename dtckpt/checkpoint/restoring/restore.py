@@ -18,13 +18,14 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import validate_mode
 from dtckpt.checkpoint.live.versions import is_live
-from dtckpt.checkpoint.open import open_checkpoint
+from dtckpt.checkpoint.open import mapped, open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.restoring.aside import AsideMemory, copy_into
-from dtckpt.checkpoint.restoring.fill import fill_tensors, own_buffers, read_nbytes
+from dtckpt.checkpoint.reading.verified_reads import spare_threads
+from dtckpt.checkpoint.restoring.fill import fill_tensors, has_elements, own_buffers, read_nbytes
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.match import plan_target
 from dtckpt.checkpoint.restoring.new_tensors import meshes_of_layouts, plan_new_tensors
@@ -35,10 +36,12 @@ from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf, TiedLeaf, split_tied, validate_apart
 from dtckpt.checkpoint.restoring.target import visit_target
 from dtckpt.checkpoint.restoring.unexpected import Unasked
+from dtckpt.checkpoint.signing.keys import KeySource
 from dtckpt.checkpoint.timing import Written, find_slow
+from dtckpt.comm.background_threads import Pool
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.errors import CheckpointConflictError, DtckptError, TreeError
+from dtckpt.errors import CheckpointConflictError, CheckpointUntrustedError, DtckptError, TreeError
 from dtckpt.layout.device_mesh import MeshLike, as_mesh
 from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.location import Location
@@ -53,6 +56,8 @@ The function's errors reach all clients. The context ends when the clients have 
 """
 MAX_TRIES = 3
 """How often a local restore begins anew when a save replaces the checkpoint meanwhile."""
+MAX_SIGNERS = 8
+"""Ids of keys that a client tells the others."""
 MAX_PATH_CHARS = 250
 """Bound on the path that a client sends to the others: a barrier's payload has room for it, at up to twelve bytes per
 escaped character."""
@@ -86,7 +91,8 @@ def restore(
     Collective: Over the clients of ``group``. By default, with a target, over all clients of the meshes of its tensors;
     for a slice of a mesh the whole mesh counts. By default, without a target, over the clients of ``mesh`` and of the
     meshes of ``layouts``. Local if no tensor lies on another client. Barriers ``restore/planned``, ``restore/asked``
-    (if clients ask for different names; the target is unchanged until here), and ``restore/read``.
+    (if clients ask for different names), ``restore/trusted`` (with ``trusted_keys``; the target is unchanged until
+    here), and ``restore/read``.
 
     Args:
         path: The checkpoint.
@@ -117,20 +123,20 @@ def restore(
     """
     if strict is not None:
         options = replace(options or RestoreOptions(), strict=strict)
-    request = _RestoreRequest.of(
-        path, chooser_of(path), target, options or RestoreOptions(), mesh=mesh, layouts=layouts, group=group
-    )
+    options = options or RestoreOptions()
+    choose = chooser_of(path, options.trusted_keys)
+    request = _RestoreRequest.of(path, choose, target, options, mesh=mesh, layouts=layouts, group=group)
     return request.run(StagedRestore.apply)
 
 
-def chooser_of(path: str | Location) -> Choose:
+def chooser_of(path: str | Location, trusted_keys: Sequence[KeySource] = ()) -> Choose:
     """Return the way in which clients agree on the checkpoint at a path: by the path, except for a live version."""
-    if is_live(path):
+    if is_live(path) and not trusted_keys:
         # Here, because few restores need it, and it imports the coordinator's client.
         from dtckpt.checkpoint.live.version_choice import VersionChoice
 
         return VersionChoice.of_location(path)
-    return lambda _: nullcontext(lambda: open_checkpoint(path))
+    return lambda _: nullcontext(lambda: open_checkpoint(path, trusted_keys=trusted_keys))
 
 
 def restore_opened(
@@ -220,7 +226,8 @@ def run_restore(
         coordination: The connection to the other clients.
         participants: The clients that restore.
     """
-    request = _RestoreRequest(path, chooser_of(path), plan, options, coordination, participants)
+    choose = chooser_of(path, options.trusted_keys)
+    request = _RestoreRequest(path, choose, plan, options, coordination, participants)
     return request.run(StagedRestore.apply)
 
 
@@ -355,6 +362,8 @@ class StagedRestore:
     def apply(self) -> Any:
         """Copy the tensors from the memory beside the target's into the target, then set plain values, then objects.
 
+        Tensors of which nothing was read are digested in the target: those that are there already are not copied.
+
         Plain values and stateful objects change only here: after every client has read its tensors.
 
         Returns:
@@ -362,13 +371,29 @@ class StagedRestore:
         """
         prepared = self._prepared
         pairs = zip(prepared.leaves, prepared.beside, strict=True)
-        moved = [(leaf, beside) for (_, leaf), (_, beside) in pairs if leaf is not beside]
+        moved = [(name, leaf, beside) for (name, leaf), (_, beside) in pairs if leaf is not beside]
+        there = self._found_there([(name, leaf) for name, leaf, _ in moved])
+        moved = [each for each in moved if id(each[1]) not in there]
         if moved:
-            copy_into([leaf for leaf, _ in moved], [beside for _, beside in moved])
+            copy_into([leaf for _, leaf, _ in moved], [beside for *_, beside in moved])
         result = prepared.plan.finish()
         if self._tell is not None:
             self._tell(self.report)
         return result
+
+    def _found_there(self, leaves: Sequence[NamedLeaf]) -> set[int]:
+        """Return the ids of the leaves of a target that have the elements already.
+
+        That nothing was read of a tensor says that the memory beside it has the elements since the last restore. The
+        target may have been changed since then, or never have got them. So its memory is digested.
+        """
+        checkpoint = self._prepared.checkpoint
+        likely = [each for each in leaves if not checkpoint.has_taken(each[0])]
+        if not likely:
+            return set()
+        with Pool(spare_threads(), "dtckpt-apply") as pool:
+            found = pool.map(lambda each: has_elements(checkpoint, *each), likely)
+            return {id(leaf) for (_, leaf), is_there in zip(likely, found, strict=True) if is_there}
 
 
 def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> StagedRestore:
@@ -394,6 +419,9 @@ def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> 
             with _told_of_refusal(options, report):
                 validate_expected(report)
 
+        if options.trusted_keys:
+            collective.run_round("trusted", lambda: _verify_share(checkpoint, collective))
+
         def read() -> bytes:
             request.begin()
             fill_tensors(checkpoint, prepared.beside, prepared.tied, shared, phases, handed_on=handed)
@@ -404,6 +432,14 @@ def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> 
         if slow is not None and collective.is_leader:
             logger.warning("restore of %s: %s", request.path, slow)
     return StagedRestore(prepared, replace(report, phases=phases.costs), options.report)
+
+
+def _verify_share(checkpoint: Checkpoint, collective: Collective) -> bytes:
+    """Verify this client's share of the signed files, before any client fills a tensor."""
+    assert checkpoint.signed is not None  # noqa: S101  `_prepare` has refused the others
+    participants = collective.participants
+    checkpoint.signed.validate_share(participants.index(collective.client), len(participants), lambda _: None)
+    return b""
 
 
 def _prepare(
@@ -421,6 +457,9 @@ def _prepare(
     validate_mode()
     with gc_paused():
         checkpoint = open_()
+        if options.trusted_keys and checkpoint.signed is None:
+            raise CheckpointUntrustedError(f"{checkpoint.path} is not read by a signature; restore a signed checkpoint")
+        checkpoint = mapped(checkpoint, options.map)
         planned = request.plan(checkpoint)
         checkpoint.validate_wanted(name for name, _ in planned.leaves)
         report = planned.report(checkpoint)
@@ -455,6 +494,7 @@ def _prepare(
         [] if handed is None else handed.facts(),
         unasked.digest,
         options.allow_unexpected,
+        [] if checkpoint.signed is None else sorted(checkpoint.signed.signers)[:MAX_SIGNERS],
     )
     prepared = _Prepared(checkpoint, planned, report, leaves, beside, tied, shared, handed, unasked)
     return prepared, json.dumps(facts).encode()
@@ -481,6 +521,7 @@ class _CheckpointFacts(NamedTuple):
         handed_on: `HandedOn.facts`; empty if there are no such tensors.
         unasked: Digest of the saved names that the client does not ask for.
         allows_unexpected: Whether the client skips names that no client asks for.
+        trusted: The ids of its trusted keys that have signed the checkpoint.
     """
 
     identity: str
@@ -489,12 +530,18 @@ class _CheckpointFacts(NamedTuple):
     handed_on: list[Any]
     unasked: int
     allows_unexpected: bool
+    trusted: list[str]
 
 
 def _validate_same(opened: Mapping[int, _CheckpointFacts]) -> None:
     """Check that all clients opened the same checkpoint."""
     first, *others = sorted(opened)
     for client in others:
+        if opened[client].trusted != opened[first].trusted:
+            raise CheckpointUntrustedError(
+                f"client {client} and client {first} trust different keys; got signatures of "
+                f"{opened[client].trusted or 'none'} and {opened[first].trusted or 'none'}; pass the same trusted_keys"
+            )
         # Not the paths: clients may see one checkpoint under different mounts.
         if opened[client].identity != opened[first].identity:
             raise CheckpointConflictError(

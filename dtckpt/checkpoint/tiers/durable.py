@@ -72,6 +72,7 @@ class DurableWriter:
         *,
         extra_files: Mapping[str, bytes],
         then: Callable[[SaveHandle], object],
+        base: Location | None = None,
     ) -> SaveHandle:
         """Begin to write a step. Collective: over all clients, in the background; barriers as in `dtckpt.save`.
 
@@ -82,6 +83,7 @@ class DurableWriter:
             options: The options of the save.
             extra_files: Files, by name, that the leader adds; ``collect`` may still change them.
             then: Called in the background when the write has ended, with success or not.
+            base: As for `dtckpt.save`.
         """
         with self._lock:
             if self._coordination is None:
@@ -103,6 +105,7 @@ class DurableWriter:
             extra_files=extra_files,
             step=step,
             follow_link=False,
+            base=base,
         )
 
         def write() -> SaveReport:

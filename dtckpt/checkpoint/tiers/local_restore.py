@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.mapped_folder import MappedFolder
 from dtckpt.checkpoint.parts.part_files import PartCheckpoint, PartFiles, PartHolder
 from dtckpt.checkpoint.parts.records import PartCopy, PartIndex, SaveId
 from dtckpt.checkpoint.tiers.holdings import HeldSave, copies_to_make, hosts_to_ask
@@ -128,7 +129,7 @@ def _holders(joined: Joined, folder: HostFolder, hosts: Sequence[str], client: i
     others = [host for host in hosts if host != here]
     # Receivers spread over the hosts that hold a part.
     turn = (joined.client + client) % max(1, len(others))
-    own = [PartHolder(here, folder)] if here in hosts else []
+    own = [PartHolder(here, MappedFolder(folder, here))] if here in hosts else []
     return own + [PartHolder(host, joined.peer(host)) for host in others[turn:] + others[:turn]]
 
 

@@ -337,7 +337,7 @@ def fail_at(patch, count):
         return run
 
     patch.setattr(OpenPart, "copy", failing(OpenPart.copy, lambda args: as_bytes(args[4]).data))
-    patch.setattr(peers.Peer, "read", failing(peers.Peer.read, lambda args: args[3][0].buffer))
+    patch.setattr(peers.Peer, "read", failing(peers.Peer.read, lambda args: as_bytes(args[3][0].target).data))
 
 
 LAYOUTS = [None, ROWS, COLUMNS]
