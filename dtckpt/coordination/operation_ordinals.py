@@ -239,8 +239,8 @@ class OrdinalTracker:
         self._was_retold = getattr(error, "is_retold", False)
         self._was_cut_off |= not is_verdict or was_cut_off or client in absent
         self._begun_at += waited_s  # a pause is the program's own time between operations
-        # The wait does not count if a client was lost, because the lost client could not come. It does not count,
-        # either, if this client got no verdict: then it does not know which clients came.
+        # The wait does not count if a client was lost, because the lost client could not come. Without a verdict, too,
+        # the wait does not count: then this client does not know which clients came.
         if self._waiting_gap and is_verdict and not getattr(error, "clients", ()):
             self._waited_s += waited_s
             if self._waited_s >= max(LEAST_VAIN_WAIT_S, PAUSES_WAITED * self._pause_s):

@@ -149,8 +149,8 @@ class ExchangePlan:
         receives: Moves from other clients, by sending client, ascending.
         forwards: Moves between two of this client's devices, after all boxes are received; both ids are of the target
             mesh.
-        is_local: Whether every client of the target holds all parts of the source, so that no client has to receive. It
-            can be false although nothing is sent.
+        is_local: Whether every client of the target holds all parts of the source, so that no client has to receive.
+            The field can be false although no client sends.
     """
 
     copies: tuple[Move, ...]

@@ -401,8 +401,8 @@ def viewed_indices(call: Call, shape: Sequence[int]) -> range:
 def intersect(indices: range, offset: int, count: int) -> tuple[slice, slice]:
     """Return where indices of a dim and one component of that dim meet: as slices of each.
 
-    With indices 1, 4, 7, 10 and the component of the indices 3 to 7, the two meet in 4 and 7. These are the second and
-    third of the indices, ``1:3``, and stand in the component at ``1:5:3``.
+    With indices 1, 4, 7, 10 and the component of the indices 3 to 7, the two meet in 4 and 7. So they share the second
+    and third of the indices, ``1:3``, which stand in the component at ``1:5:3``.
 
     Args:
         indices: Global indices, ascending.
