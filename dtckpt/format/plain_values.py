@@ -136,8 +136,8 @@ def encode_value(value: Any, where: str) -> Node:
         where: Its path in the tree, for messages.
 
     Raises:
-        TreeError: The value is an integer of too many digits, a set with other than plain values, a date whose time
-            zone has rules or a name, or a member of an enum that cannot be found by its name.
+        TreeError: The value is an integer of too many digits, or a set with other than plain values. Or it is a date
+            whose time zone has rules or a name, or a member of an enum that cannot be found by its name.
     """
     return (_encoder_of(type(value)) or _encode_enum)(value, where)
 

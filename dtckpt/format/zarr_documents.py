@@ -244,7 +244,7 @@ class ZarrHierarchy:
         paths = map(document_key, self._names_of_groups)
         yield from (key for key in paths if key.startswith(prefix))
         for path, array in self._arrays.items():
-            # This rules out most arrays without a look at their chunks.
+            # This check rules out most arrays without a look at their chunks.
             if path.startswith(prefix) or prefix.startswith(f"{path}/"):
                 yield from (key for key in _array_keys(array) if key.startswith(prefix))
 

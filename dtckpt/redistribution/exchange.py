@@ -1,8 +1,8 @@
 """Exchange boxes between clients: one step of a redistribution, for one tensor or for several together.
 
-An exchange brings tensors from a source layout to a target layout. It is compiled once, from the plans of
-`dtckpt.redistribution.exchange_plan` to the messages, copies and reductions of this client, and may run many times. For
-a tensor that goes from rows to columns on two clients:
+An exchange brings tensors from a source layout to a target layout. Compilation happens once, from the plans of
+`dtckpt.redistribution.exchange_plan` to the messages, copies and reductions of this client. The compiled exchange may
+run many times. For a tensor that goes from rows to columns on two clients:
 
       source layout              target layout
                               client 0    client 1

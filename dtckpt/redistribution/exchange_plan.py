@@ -1,9 +1,9 @@
 """Plan one exchange: which device sends which box of a tensor to which device, for any two layouts on any meshes.
 
 One formulation serves every change of layout. A device holds a *part*: a box of the tensor and, if reductions are
-pending, one *term* of them. The exchange makes a device's new box from all parts that overlap the box. It cuts each
-part to the overlap, and reduces over the terms. Slicing, all-gather, all-to-all, reduce-scatter, broadcast and moves to
-another mesh are cases of this.
+pending, one *term* of them. The exchange makes a device's new box from all parts that overlap the box. The exchange
+cuts each part to the overlap, and reduces over the terms. Slicing, all-gather, all-to-all, reduce-scatter, broadcast
+and moves to another mesh are cases of this.
 
     parts of the source            a new box of the target              the moves to its device
     +-------+-------+              +-------+-------+
@@ -149,8 +149,8 @@ class ExchangePlan:
         receives: Moves from other clients, by sending client, ascending.
         forwards: Moves between two of this client's devices, after all boxes are received; both ids are of the target
             mesh.
-        is_local: Whether every client of the target holds all parts of the source, so that no client has to receive. It
-            can be false although nothing is sent.
+        is_local: Whether every client of the target holds all parts of the source, so that no client has to receive.
+            The field can be false although no client sends.
     """
 
     copies: tuple[Move, ...]
