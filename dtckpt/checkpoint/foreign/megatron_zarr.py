@@ -71,7 +71,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
     if not megatron.is_format(data, f"{folder}/{FORMAT_NAME}", BACKEND):
         raise CheckpointVersionError(f"{folder}/{FORMAT_NAME} names no format, expected that of Megatron")
     below = _below(folder, set(names))
-    reader = _Reader(folder)
+    reader = _TensorFolders(folder)
     unread = [
         f"{key}/{name}" for key, files in below.items() for name in sorted(files.difference(reader.read(key, files)))
     ]
@@ -101,7 +101,7 @@ def _below(folder: Folder, names: Collection[str]) -> Mapping[str, set[str]]:
     return found
 
 
-class _Reader:
+class _TensorFolders:
     """Reads the folders of a checkpoint.
 
     Args:
