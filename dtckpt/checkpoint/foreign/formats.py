@@ -274,16 +274,22 @@ def _as_prefix(where: Location) -> _Found | None:
         name = f"{where.name}{form.prefix_suffix}"
         try:
             if form.prefix_suffix and _head(folder, name) is not None:
-                below = f"{where.name}."
-                same = folder.names(below) if isinstance(folder, LocalFolder) else ()
-                # A name with one more dot is of another prefix.
-                return _Found(folder, [name], form, [each for each in same if "." not in each.removeprefix(below)])
+                return _Found(folder, [name], form, _of_prefix(folder, f"{where.name}."))
         except MalformedError:
             continue  # it is no file
         except OSError as error:
             if error.errno not in NOT_A_FILE:
                 raise
     return None
+
+
+def _of_prefix(folder: Folder, prefix: str) -> Sequence[str]:
+    """Return the names that begin with a prefix, where the directory can be listed."""
+    with suppress(PermissionError):
+        names = folder.names(prefix) if isinstance(folder, LocalFolder) else []
+        # A name with one more dot is of another prefix.
+        return [name for name in names if "." not in name.removeprefix(prefix)]
+    return []
 
 
 def _as_file(folder: Folder, name: str) -> _Found | None:

@@ -18,6 +18,8 @@ from dtckpt.checkpoint.mapping.map_rules import parse_view
 from dtckpt.checkpoint.mapping.map_sizes import known_sizes
 from dtckpt.cli.main import main
 
+from . import map_cases
+
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed")
 
 LAYERS, GROUPS, EACH, DIM, HIDDEN = 3, 2, 4, 5, 6
@@ -177,6 +179,15 @@ def test_by_a_manager(tmp_path):
         target = {name: torch.empty(tensor.shape) for name, tensor in mapped(STATE).items()}
         manager.restore(target=target, options=RestoreOptions(map=rules(), allow_unexpected=True))
     assert all(torch.equal(target[name], tensor) for name, tensor in mapped(STATE).items())
+
+
+@pytest.mark.processes
+def test_onto_a_mesh(pool, tmp_path):
+    """Each client reads its part of a tensor that is a part of a fused one, across the cuts of both."""
+    path = write(tmp_path / "c", STATE, "zstd")
+    content = {**MAP, "rules": MAP["rules"][:2]}
+    wanted = {name: tensor.tolist() for name, tensor in mapped(STATE).items() if name[-2:] in (".q", ".v")}
+    assert pool.values(map_cases.restore, str(path), content, clients=2, group=True) == [wanted, wanted]
 
 
 def test_into_a_target(tmp_path):
