@@ -147,6 +147,11 @@ def checkpointing(names: Names) -> Iterator[None]:
     yield
     training(names)
     remove("ckpt/step_10")
+    dtckpt.save("ckpt/step_10", names["state"])
+    yield
+    assert names["report"].nbytes_written + names["report"].nbytes_reused == names["report"].nbytes
+    training(names)
+    remove("ckpt/step_10")
     yield
     training(names, preempted_at=2)
     remove("ckpt")

@@ -25,33 +25,35 @@ _sym_db = _symbol_database.Default()
 from dtckpt._proto import layout_pb2 as dtckpt_dot_v1_dot_layout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64tckpt/v1/checkpoint.proto\x12\tdtckpt.v1\x1a\x16\x64tckpt/v1/layout.proto\"H\n\x0cManifestFile\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\x12\x10\n\x08manifest\x18\x03 \x01(\x0c\"\x9c\x02\n\x08Manifest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bnum_clients\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12#\n\x07kvstore\x18\x04 \x01(\x0e\x32\x12.dtckpt.v1.KvStore\x12$\n\x06meshes\x18\x05 \x03(\x0b\x32\x14.dtckpt.v1.MeshProto\x12\'\n\x07tensors\x18\x06 \x03(\x0b\x32\x16.dtckpt.v1.TensorEntry\x12\x0c\n\x04tree\x18\x07 \x01(\x0c\x12\x11\n\tdocuments\x18\x08 \x01(\x06\x12\x0f\n\x07\x63lients\x18\t \x03(\r\x12%\n\x06phases\x18\n \x03(\x0b\x32\x15.dtckpt.v1.PhaseCosts\x12\x10\n\x08raw_bits\x18\x0b \x01(\x08\"A\n\nPhaseCosts\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x14\n\x0cmicroseconds\x18\x02 \x03(\x04\x12\x0e\n\x06nbytes\x18\x03 \x03(\x04\"\xac\x02\n\x0bTensorEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0cstored_dtype\x18\x05 \x01(\t\x12&\n\x06layout\x18\x06 \x01(\x0b\x32\x16.dtckpt.v1.SavedLayout\x12\x13\n\x0b\x63hunk_shape\x18\x07 \x03(\x03\x12\x0f\n\x07\x64igests\x18\x08 \x03(\x06\x12%\n\x07writers\x18\t \x03(\x0b\x32\x14.dtckpt.v1.WriterRun\x12\x0f\n\x07missing\x18\n \x03(\x04\x12\x1f\n\x05\x63odec\x18\x0c \x01(\x0e\x32\x10.dtckpt.v1.Codec\x12\x14\n\x07\x63ontent\x18\r \x01(\x06H\x00\x88\x01\x01\x42\n\n\x08_contentJ\x04\x08\x0b\x10\x0c\"L\n\x0bSavedLayout\x12\x0c\n\x04mesh\x18\x01 \x01(\r\x12/\n\x0esharding_specs\x18\x02 \x03(\x0b\x32\x17.dtckpt.v1.ShardingSpec\"*\n\tWriterRun\x12\x0e\n\x06\x63lient\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"D\n\x07Written\x12\x12\n\nchunk_list\x18\x01 \x01(\x06\x12%\n\x06phases\x18\x02 \x03(\x0b\x32\x15.dtckpt.v1.PhaseCosts\"|\n\x0c\x43lientChunks\x12\x0e\n\x06\x63lient\x18\x01 \x01(\r\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\x12%\n\x06\x63opies\x18\x03 \x03(\x0b\x32\x15.dtckpt.v1.CopyDigest\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x06\x12\x10\n\x08\x63ontents\x18\x06 \x03(\x06J\x04\x08\x05\x10\x06\"9\n\nCopyDigest\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0b\n\x03\x62ox\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06*J\n\x07KvStore\x12\x18\n\x14KV_STORE_UNSPECIFIED\x10\x00\x12\x12\n\x0eKV_STORE_OCDBT\x10\x01\x12\x11\n\rKV_STORE_ZARR\x10\x02*8\n\x05\x43odec\x12\x0e\n\nCODEC_NONE\x10\x00\x12\x0e\n\nCODEC_ZSTD\x10\x01\x12\x0f\n\x0b\x43ODEC_BLOSC\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64tckpt/v1/checkpoint.proto\x12\tdtckpt.v1\x1a\x16\x64tckpt/v1/layout.proto\"H\n\x0cManifestFile\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x06\x12\x10\n\x08manifest\x18\x03 \x01(\x0c\"\xad\x02\n\x08Manifest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x13\n\x0bnum_clients\x18\x02 \x01(\r\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\t\x12#\n\x07kvstore\x18\x04 \x01(\x0e\x32\x12.dtckpt.v1.KvStore\x12$\n\x06meshes\x18\x05 \x03(\x0b\x32\x14.dtckpt.v1.MeshProto\x12\'\n\x07tensors\x18\x06 \x03(\x0b\x32\x16.dtckpt.v1.TensorEntry\x12\x0c\n\x04tree\x18\x07 \x01(\x0c\x12\x11\n\tdocuments\x18\x08 \x01(\x06\x12\x0f\n\x07\x63lients\x18\t \x03(\r\x12%\n\x06phases\x18\n \x03(\x0b\x32\x15.dtckpt.v1.PhaseCosts\x12\x10\n\x08raw_bits\x18\x0b \x01(\x08\x12\x0f\n\x07origins\x18\x0c \x03(\t\"A\n\nPhaseCosts\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x14\n\x0cmicroseconds\x18\x02 \x03(\x04\x12\x0e\n\x06nbytes\x18\x03 \x03(\x04\"\xe7\x02\n\x0bTensorEntry\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x14\n\x0cstored_dtype\x18\x05 \x01(\t\x12&\n\x06layout\x18\x06 \x01(\x0b\x32\x16.dtckpt.v1.SavedLayout\x12\x13\n\x0b\x63hunk_shape\x18\x07 \x03(\x03\x12\x0f\n\x07\x64igests\x18\x08 \x03(\x06\x12%\n\x07writers\x18\t \x03(\x0b\x32\x14.dtckpt.v1.WriterRun\x12\x0f\n\x07missing\x18\n \x03(\x04\x12\x1f\n\x05\x63odec\x18\x0c \x01(\x0e\x32\x10.dtckpt.v1.Codec\x12\x14\n\x07\x63ontent\x18\r \x01(\x06H\x00\x88\x01\x01\x12\x12\n\nidentities\x18\x0e \x03(\x06\x12%\n\x07origins\x18\x0f \x03(\x0b\x32\x14.dtckpt.v1.OriginRunB\n\n\x08_contentJ\x04\x08\x0b\x10\x0c\"L\n\x0bSavedLayout\x12\x0c\n\x04mesh\x18\x01 \x01(\r\x12/\n\x0esharding_specs\x18\x02 \x03(\x0b\x32\x17.dtckpt.v1.ShardingSpec\"*\n\tWriterRun\x12\x0e\n\x06\x63lient\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"*\n\tOriginRun\x12\x0e\n\x06origin\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"[\n\x07Written\x12\x12\n\nchunk_list\x18\x01 \x01(\x06\x12%\n\x06phases\x18\x02 \x03(\x0b\x32\x15.dtckpt.v1.PhaseCosts\x12\x15\n\rnbytes_reused\x18\x03 \x01(\x04\"\xa0\x01\n\x0c\x43lientChunks\x12\x0e\n\x06\x63lient\x18\x01 \x01(\r\x12\x0c\n\x04plan\x18\x02 \x01(\x0c\x12%\n\x06\x63opies\x18\x03 \x03(\x0b\x32\x15.dtckpt.v1.CopyDigest\x12\x0f\n\x07\x64igests\x18\x04 \x03(\x06\x12\x10\n\x08\x63ontents\x18\x06 \x03(\x06\x12\x12\n\nidentities\x18\x07 \x03(\x06\x12\x0e\n\x06reused\x18\x08 \x01(\x0cJ\x04\x08\x05\x10\x06\"9\n\nCopyDigest\x12\x0e\n\x06tensor\x18\x01 \x01(\r\x12\x0b\n\x03\x62ox\x18\x02 \x01(\r\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06*J\n\x07KvStore\x12\x18\n\x14KV_STORE_UNSPECIFIED\x10\x00\x12\x12\n\x0eKV_STORE_OCDBT\x10\x01\x12\x11\n\rKV_STORE_ZARR\x10\x02*8\n\x05\x43odec\x12\x0e\n\nCODEC_NONE\x10\x00\x12\x0e\n\nCODEC_ZSTD\x10\x01\x12\x0f\n\x0b\x43ODEC_BLOSC\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dtckpt._proto.checkpoint_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_KVSTORE']._serialized_start=1173
-  _globals['_KVSTORE']._serialized_end=1247
-  _globals['_CODEC']._serialized_start=1249
-  _globals['_CODEC']._serialized_end=1305
+  _globals['_KVSTORE']._serialized_start=1353
+  _globals['_KVSTORE']._serialized_end=1427
+  _globals['_CODEC']._serialized_start=1429
+  _globals['_CODEC']._serialized_end=1485
   _globals['_MANIFESTFILE']._serialized_start=65
   _globals['_MANIFESTFILE']._serialized_end=137
   _globals['_MANIFEST']._serialized_start=140
-  _globals['_MANIFEST']._serialized_end=424
-  _globals['_PHASECOSTS']._serialized_start=426
-  _globals['_PHASECOSTS']._serialized_end=491
-  _globals['_TENSORENTRY']._serialized_start=494
-  _globals['_TENSORENTRY']._serialized_end=794
-  _globals['_SAVEDLAYOUT']._serialized_start=796
-  _globals['_SAVEDLAYOUT']._serialized_end=872
-  _globals['_WRITERRUN']._serialized_start=874
-  _globals['_WRITERRUN']._serialized_end=916
-  _globals['_WRITTEN']._serialized_start=918
-  _globals['_WRITTEN']._serialized_end=986
-  _globals['_CLIENTCHUNKS']._serialized_start=988
-  _globals['_CLIENTCHUNKS']._serialized_end=1112
-  _globals['_COPYDIGEST']._serialized_start=1114
-  _globals['_COPYDIGEST']._serialized_end=1171
+  _globals['_MANIFEST']._serialized_end=441
+  _globals['_PHASECOSTS']._serialized_start=443
+  _globals['_PHASECOSTS']._serialized_end=508
+  _globals['_TENSORENTRY']._serialized_start=511
+  _globals['_TENSORENTRY']._serialized_end=870
+  _globals['_SAVEDLAYOUT']._serialized_start=872
+  _globals['_SAVEDLAYOUT']._serialized_end=948
+  _globals['_WRITERRUN']._serialized_start=950
+  _globals['_WRITERRUN']._serialized_end=992
+  _globals['_ORIGINRUN']._serialized_start=994
+  _globals['_ORIGINRUN']._serialized_end=1036
+  _globals['_WRITTEN']._serialized_start=1038
+  _globals['_WRITTEN']._serialized_end=1129
+  _globals['_CLIENTCHUNKS']._serialized_start=1132
+  _globals['_CLIENTCHUNKS']._serialized_end=1292
+  _globals['_COPYDIGEST']._serialized_start=1294
+  _globals['_COPYDIGEST']._serialized_end=1351
 # @@protoc_insertion_point(module_scope)

@@ -107,6 +107,7 @@ class Manifest(_message.Message):
     CLIENTS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     RAW_BITS_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     """Job that saved; how many clients took part; the fencing token of the attempt that committed."""
     num_clients: _builtins.int
@@ -132,6 +133,10 @@ class Manifest(_message.Message):
 
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___PhaseCosts]: ...
+    @_builtins.property
+    def origins(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the checkpoints that first wrote chunks of this one, in the order of first use."""
+
     def __init__(
         self,
         *,
@@ -146,10 +151,11 @@ class Manifest(_message.Message):
         clients: _abc.Iterable[_builtins.int] | None = ...,
         phases: _abc.Iterable[Global___PhaseCosts] | None = ...,
         raw_bits: _builtins.bool = ...,
+        origins: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "clients", b"clients", "documents", b"documents", "job", b"job", "kvstore", b"kvstore", "meshes", b"meshes", "num_clients", b"num_clients", "phases", b"phases", "raw_bits", b"raw_bits", "tensors", b"tensors", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "clients", b"clients", "documents", b"documents", "job", b"job", "kvstore", b"kvstore", "meshes", b"meshes", "num_clients", b"num_clients", "origins", b"origins", "phases", b"phases", "raw_bits", b"raw_bits", "tensors", b"tensors", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -200,6 +206,8 @@ class TensorEntry(_message.Message):
     MISSING_FIELD_NUMBER: _builtins.int
     CODEC_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    IDENTITIES_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     """Array path below the root of the key-value store."""
@@ -231,6 +239,14 @@ class TensorEntry(_message.Message):
     def missing(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Chunks of the grid that were not saved (a tensor saved in slices that do not cover it); ascending."""
 
+    @_builtins.property
+    def identities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per chunk, row-major: the upper half of its XXH3-128, whose lower half is its digest. Empty in older checkpoints."""
+
+    @_builtins.property
+    def origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___OriginRun]:
+        """Which checkpoint first wrote which chunks, as runs over the row-major grid; empty if this checkpoint wrote all."""
+
     def __init__(
         self,
         *,
@@ -246,10 +262,12 @@ class TensorEntry(_message.Message):
         missing: _abc.Iterable[_builtins.int] | None = ...,
         codec: Global___Codec.ValueType = ...,
         content: _builtins.int | None = ...,
+        identities: _abc.Iterable[_builtins.int] | None = ...,
+        origins: _abc.Iterable[Global___OriginRun] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "chunk_shape", b"chunk_shape", "codec", b"codec", "content", b"content", "digests", b"digests", "dtype", b"dtype", "layout", b"layout", "missing", b"missing", "name", b"name", "path", b"path", "shape", b"shape", "stored_dtype", b"stored_dtype", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "chunk_shape", b"chunk_shape", "codec", b"codec", "content", b"content", "digests", b"digests", "dtype", b"dtype", "identities", b"identities", "layout", b"layout", "missing", b"missing", "name", b"name", "origins", b"origins", "path", b"path", "shape", b"shape", "stored_dtype", b"stored_dtype", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
     _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
@@ -303,6 +321,29 @@ class WriterRun(_message.Message):
 Global___WriterRun: _TypeAlias = WriterRun  # noqa: Y015
 
 @_typing.final
+class OriginRun(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORIGIN_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    origin: _builtins.int
+    """0: this checkpoint; else a position, from 1, among the names in `Manifest.origins`."""
+    count: _builtins.int
+    def __init__(
+        self,
+        *,
+        origin: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "origin", b"origin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OriginRun: _TypeAlias = OriginRun  # noqa: Y015
+
+@_typing.final
 class Written(_message.Message):
     """What a client announces at the barrier `save/written`."""
 
@@ -310,8 +351,11 @@ class Written(_message.Message):
 
     CHUNK_LIST_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
+    NBYTES_REUSED_FIELD_NUMBER: _builtins.int
     chunk_list: _builtins.int
     """XXH3 (64 bit) of its `client_<i>/chunks.pb`."""
+    nbytes_reused: _builtins.int
+    """Bytes of its chunks that the base has already, so that they were not written again."""
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___PhaseCosts]:
         """What its phases took so far: one entry in each list."""
@@ -321,10 +365,11 @@ class Written(_message.Message):
         *,
         chunk_list: _builtins.int = ...,
         phases: _abc.Iterable[Global___PhaseCosts] | None = ...,
+        nbytes_reused: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_list", b"chunk_list", "phases", b"phases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_list", b"chunk_list", "nbytes_reused", b"nbytes_reused", "phases", b"phases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -341,9 +386,12 @@ class ClientChunks(_message.Message):
     COPIES_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     CONTENTS_FIELD_NUMBER: _builtins.int
+    IDENTITIES_FIELD_NUMBER: _builtins.int
+    REUSED_FIELD_NUMBER: _builtins.int
     client: _builtins.int
     plan: _builtins.bytes
     """Topic of the plan, which every client computes alike."""
+    reused: _builtins.bytes
     @_builtins.property
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___CopyDigest]: ...
     @_builtins.property
@@ -354,6 +402,12 @@ class ClientChunks(_message.Message):
     def contents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Per tensor of which it writes chunks, their share in the tensor's content; empty if not asked for."""
 
+    @_builtins.property
+    def identities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the same chunks, in the same order: the identities; and one bit each, the highest of a byte first, that is set if
+        the chunk is in the save's base and was not written again. No bytes: all were written.
+        """
+
     def __init__(
         self,
         *,
@@ -362,10 +416,12 @@ class ClientChunks(_message.Message):
         copies: _abc.Iterable[Global___CopyDigest] | None = ...,
         digests: _abc.Iterable[_builtins.int] | None = ...,
         contents: _abc.Iterable[_builtins.int] | None = ...,
+        identities: _abc.Iterable[_builtins.int] | None = ...,
+        reused: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "contents", b"contents", "copies", b"copies", "digests", b"digests", "plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "contents", b"contents", "copies", b"copies", "digests", b"digests", "identities", b"identities", "plan", b"plan", "reused", b"reused"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -288,18 +288,24 @@ class Written:
     Args:
         chunk_list: Digest of the file of its chunk list; 0 in a restore.
         costs: Cost of each phase so far, by name.
+        nbytes_reused: Bytes of its chunks that the save's base has already.
     """
 
     chunk_list: int
     costs: Mapping[str, PhaseCost]
+    nbytes_reused: int = 0
 
     def to_bytes(self) -> bytes:
         """Return the payload."""
-        message = checkpoint_pb2.Written(chunk_list=self.chunk_list, phases=phases_to_proto({0: self.costs}))
+        message = checkpoint_pb2.Written(
+            chunk_list=self.chunk_list,
+            phases=phases_to_proto({0: self.costs}),
+            nbytes_reused=self.nbytes_reused,
+        )
         return message.SerializeToString(deterministic=True)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Written:
         """Read a payload."""
         message = checkpoint_pb2.Written.FromString(data)
-        return cls(message.chunk_list, costs_from_proto([0], message.phases)[0])
+        return cls(message.chunk_list, costs_from_proto([0], message.phases)[0], message.nbytes_reused)

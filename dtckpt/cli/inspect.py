@@ -117,6 +117,7 @@ def to_json(
             "chunks": sum(info.num_chunks for info in tensors),
             "bytes": sum(info.nbytes for info in tensors),
         },
+        "origins": _origins(tensors),
         "values": {path: node.get("value", node) for path, node in _value_nodes(checkpoint)},
         "refused": {path: error.message for path, error in checkpoint.refused.items()},
         "unread": checkpoint.unread,
@@ -127,6 +128,15 @@ def to_json(
             for phase, cost in own.items()
         ],
     }
+
+
+def _origins(tensors: Sequence[TensorInfo]) -> dict[str, int]:
+    """Return the bytes that the save took from earlier checkpoints, by the checkpoint that first wrote them."""
+    nbytes: dict[str, int] = {}
+    for info in tensors:
+        for name, own in info.origin_nbytes.items():
+            nbytes[name] = nbytes.get(name, 0) + own
+    return nbytes
 
 
 def _save_json(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -179,6 +189,7 @@ def _tensor_json(info: TensorInfo, meshes: Sequence[Mesh], *, with_chunks: bool)
                 "key": chunk.key,
                 "digest": None if chunk.digest is None else _digest_text(chunk.digest),
                 "client": chunk.client,
+                "origin": chunk.origin,
             }
             for chunk in info.chunks
         ]
@@ -221,7 +232,7 @@ def _lines(
         tables.append((("TENSOR", "SHAPE", "DTYPE", "LAYOUT", "CHUNKS", "SIZE", "READ UNIT", "CONTENT"), cells))
     if with_chunks:
         in_order = sorted(tensors, key=lambda info: natural_key(info.name))
-        tables.append((("TENSOR", "REGION", "KEY", "DIGEST", "CLIENT"), list(_chunk_rows(in_order))))
+        tables.append((("TENSOR", "REGION", "KEY", "DIGEST", "CLIENT", "ORIGIN"), list(_chunk_rows(in_order))))
     values = sorted(_value_nodes(checkpoint), key=lambda item: natural_key(item[0]))
     tables.append((("VALUE", ""), [(path, format_value(node)) for path, node in values]))
     tables.append((("NOT READ", ""), list(_unread_rows(checkpoint))))
@@ -248,6 +259,10 @@ def _facts(checkpoint: Checkpoint, tensors: Sequence[TensorInfo], meshes: Sequen
     chunks = format_count(sum(info.num_chunks for info in tensors), "chunk")
     of_all = "" if len(tensors) == len(checkpoint.tensors) else f" of {len(checkpoint.tensors)}"
     yield "tensors", f"{len(tensors)}{of_all}, {chunks}, {format_nbytes(sum(info.nbytes for info in tensors))}"
+    # The largest first: over a long run there may be many.
+    origins = sorted(_origins(tensors).items(), key=lambda item: -item[1])
+    if origins:
+        yield "reused", capped(f"{format_nbytes(nbytes)} of {name}" for name, nbytes in origins)
 
 
 def _groups(
@@ -304,7 +319,7 @@ def _chunk_rows(tensors: Sequence[TensorInfo]) -> Iterator[tuple[str, ...]]:
         for chunk in info.chunks:
             digest = "" if chunk.digest is None else _digest_text(chunk.digest)
             client = "" if chunk.client is None else str(chunk.client)
-            yield info.name, _region_text(chunk.region), chunk.key, digest, client
+            yield info.name, _region_text(chunk.region), chunk.key, digest, client, chunk.origin or ""
 
 
 def _unread_rows(checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:

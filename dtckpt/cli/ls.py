@@ -54,7 +54,8 @@ def command(*, root: str, sort: str, pager: bool, as_json: bool) -> None:
     """List the checkpoints below ROOT: steps, sizes, ages, states and metrics; * marks the newest valid one.
 
     ROOT is the directory or URL of a CheckpointManager, or any folder of checkpoints. On an object store, those are
-    listed that dtckpt saved there. A step is rolled back if the run went back to an older one and saved again.
+    listed that dtckpt saved there. A step is rolled back if the run went back to an older one and saved again. Where
+    checkpoints share files, OWN is the disk space that a removal of only this one frees, and SHARED the rest.
     """
     from dtckpt.checkpoint.managing.survey import survey
     from dtckpt.storage.location import location_of
@@ -92,6 +93,8 @@ def _write_json(found: Survey, checkpoints: list[SurveyedCheckpoint], now: float
             is_rolled_back=each.is_rolled_back,
             tensors=each.num_tensors,
             bytes=each.nbytes,
+            own_bytes=None if each.usage is None else each.usage.own_nbytes,
+            shared_bytes=None if each.usage is None else each.usage.shared_nbytes,
             saved_s=each.saved_s,
             age_s=None if each.saved_s is None else round(now - each.saved_s, 3),
             metrics={name: finite_json(value) for name, value in each.metrics.items()},
@@ -131,12 +134,27 @@ def _is_newest(found: Survey, each: SurveyedCheckpoint) -> bool:
 def _lines(found: Survey, checkpoints: list[SurveyedCheckpoint], now: float) -> Iterator[str]:
     rows = [_row(found, each, now) for each in checkpoints]
     rows += [leftover_row(leftover, now) for leftover in found.leftovers]
+    header: tuple[str, ...] = ("NAME", "", "SIZE", "AGE", "STATE", "")
+    if any(each.usage is not None for each in checkpoints):
+        header = _with_usage(header, ("OWN", "SHARED"))
+        cells = [_usage_cells(each) for each in checkpoints] + [("", "")] * len(found.leftovers)
+        rows = list(map(_with_usage, rows, cells))
     if rows:
-        yield from table_lines(("NAME", "", "SIZE", "AGE", "STATE", ""), rows)
+        yield from table_lines(header, rows)
         yield ""
     total = format_nbytes(sum(each.nbytes or 0 for each in checkpoints))
     newest = "no valid step" if found.newest_valid is None else f"newest valid step {found.newest_valid}"
     yield printable(f"{found.root.where}: {format_count(len(checkpoints), 'checkpoint')}, {total}; {newest}")
+
+
+def _with_usage(row: tuple[str, ...], cells: tuple[str, str]) -> tuple[str, ...]:
+    """Return a row with the cells of the disk space behind the size."""
+    return (*row[:3], *cells, *row[3:])
+
+
+def _usage_cells(each: SurveyedCheckpoint) -> tuple[str, str]:
+    usage = each.usage
+    return ("", "") if usage is None else (format_nbytes(usage.own_nbytes), format_nbytes(usage.shared_nbytes))
 
 
 def _row(found: Survey, each: SurveyedCheckpoint, now: float) -> tuple[str, ...]:

@@ -1,10 +1,13 @@
 """Chunk digests: XXH3 (64 bit) over a chunk's elements, bound to the tensor and to the chunk's position.
 
-The seed is derived from the tensor's name and the chunk's index, so two chunks that changed places do not verify.
-Elements are hashed in C order in the stored dtype, little endian, without the padding of edge chunks.
+The seed depends on the tensor's name and the chunk's index, so a check finds two chunks that changed places. Elements
+are hashed in C order in the stored dtype, little endian, without the padding of edge chunks.
 
 A chunk of several blocks (`Blocks`) is hashed block by block, without a seed, and its digest is the digest of its
 blocks' digests. So a reader that has the blocks' digests verifies single blocks.
+
+64 bits find damage, but must not decide that two contents are equal. So a chunk also has an identity, 64 further bits:
+the upper half of XXH3-128, whose lower half is XXH3-64. One pass over the elements gives both halves.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ BLOCK_NBYTES = 256 << 10
 """Bytes of a block, unless one row of a chunk is larger. Part of the format."""
 
 _DIGEST = np.dtype("<u8")
+_LOWER = (1 << 64) - 1
+_MAX_SPECIAL_NBYTES = 240
+"""Up to so many bytes XXH3-64 is another function than the lower half of XXH3-128."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +90,39 @@ def digest_chunk(
     """
     if blocks.count(elements.shape) <= 1:
         return digest_of_data(name, index, buffer_of(elements)), []
+    parts = [bytes_digest(data) for data in _block_data(elements, blocks)]
+    return digest_of_blocks(name, index, parts), parts
+
+
+def identify_chunk(
+    name: str, index: tuple[int, ...], elements: np.ndarray[Any, Any], blocks: Blocks
+) -> tuple[int, list[int], int]:
+    """Return the digest of a chunk and the digests of its blocks, as `digest_chunk`, and the chunk's identity."""
+    if blocks.count(elements.shape) <= 1:
+        digest, identity = _wide_digest(buffer_of(elements), _seed(name, index))
+        return digest, [], identity
+    wide = [_wide_digest(data, 0) for data in _block_data(elements, blocks)]
+    lower, upper = [digest for digest, _ in wide], [identity for _, identity in wide]
+    return digest_of_blocks(name, index, lower), lower, digest_of_blocks(name, index, upper)
+
+
+def _wide_digest(data: memoryview, seed: int) -> tuple[int, int]:
+    """Return XXH3-64 of data, and the upper half of XXH3-128."""
+    wide = xxhash.xxh3_128_intdigest(data, seed=seed)
+    is_special = data.nbytes <= _MAX_SPECIAL_NBYTES
+    return xxhash.xxh3_64_intdigest(data, seed=seed) if is_special else wide & _LOWER, wide >> 64
+
+
+def _block_data(elements: np.ndarray[Any, Any], blocks: Blocks) -> Iterator[memoryview]:
+    """Yield the bytes of each block of a chunk of several blocks."""
     if elements.flags.c_contiguous:
         # The dims before the one that is cut are one element long, so each block is contiguous.
         data = as_bytes(elements).data
         step = elements.nbytes // elements.shape[blocks.dim] * blocks.rows
-        parts = [bytes_digest(data[start : start + step]) for start in range(0, elements.nbytes, step)]
+        yield from (data[start : start + step] for start in range(0, elements.nbytes, step))
     else:
         whole = Region.full(elements.shape)
-        parts = [bytes_digest(as_bytes(elements[box.slices()]).data) for box in blocks.cut(whole)]
-    return digest_of_blocks(name, index, parts), parts
+        yield from (as_bytes(elements[box.slices()]).data for box in blocks.cut(whole))
 
 
 def digest_of_blocks(name: str, index: tuple[int, ...], digests: Sequence[int] | np.ndarray[Any, Any]) -> int:
@@ -122,7 +152,7 @@ def as_bytes(elements: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def buffer_of(elements: np.ndarray[Any, Any]) -> memoryview:
     """Return elements as a buffer, in C order (a copy only where they are not contiguous).
 
-    Types that numpy itself lacks, as bfloat16, have no buffer interface; there it is a buffer of their bytes.
+    Types that numpy lacks, such as bfloat16, have no buffer interface. For these it returns a buffer of their bytes.
     """
     has_buffer = elements.flags.c_contiguous and elements.dtype.isbuiltin == 1
     return elements.data if has_buffer else as_bytes(elements).data

@@ -11,7 +11,7 @@ The entries of a model share a few kinds, so a manifest of many tensors is read 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, groupby
 from types import MappingProxyType
@@ -34,8 +34,8 @@ from dtckpt.layout.mesh import Mesh
 FORMAT_VERSION = 1
 MANIFEST_NAME = "dtckpt.manifest"
 MAX_MANIFEST_NBYTES = 512 << 20
-"""Bytes of the manifest of a petabyte in chunks of 16 MiB; a longer manifest is neither written nor read."""
-# Clients that restore tell each other this token, in a barrier's payload, which is bounded, too.
+"""Bytes of the manifest of half a petabyte in chunks of 16 MiB; a longer manifest is neither written nor read."""
+# Clients of a restore compare this token, in a barrier's payload, which is bounded, too.
 MAX_ATTEMPT_CHARS = 1024
 BLOCKS_NAME = "dtckpt.blocks"
 """A file in each client's folder: the digests of blocks (8 bytes each, little endian), in the order of the manifest.
@@ -48,7 +48,7 @@ KVSTORES = ("ocdbt", "zarr")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayKind:
-    """The facts shared by all tensors that differ only in name, path and content.
+    """The facts that all tensors share if they differ only in name, path and content.
 
     Args:
         dtype: The tensor's element type.
@@ -77,7 +77,7 @@ class ArrayKind:
     has_readable_blocks: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # Computed here once for all tensors of the kind: every read of every chunk asks for them.
+        # Computed here once for all tensors of the kind: every read of every chunk needs them.
         itemsize = validate_dtype(self.stored_dtype).itemsize
         object.__setattr__(self, "itemsize", itemsize)
         object.__setattr__(self, "blocks", Blocks.of(self.grid, itemsize))
@@ -91,9 +91,12 @@ class ArrayEntry:
     Args:
         name: Tensor name.
         path: Array path below the root of the key-value store.
-        kind: The facts that it shares with other tensors; the entry has each of them as a property, too.
+        kind: The facts that the tensor shares with others; the entry also has each fact as a property.
         digests: Per chunk, row-major; see `dtckpt.format.digest`. Shape ``(num_chunks,)``.
         content: Content digest; None if there is none. See `dtckpt.format.content`.
+        identities: Per chunk, row-major; None in checkpoints of earlier versions. See `dtckpt.format.digest`.
+        origins: Per chunk, row-major: 0 if this checkpoint's save wrote it; else a position in `Manifest.origins`, from
+            1: the checkpoint that first wrote it. None: all are 0.
     """
 
     name: str
@@ -101,6 +104,8 @@ class ArrayEntry:
     kind: ArrayKind
     digests: npt.NDArray[np.uint64]
     content: int | None = None
+    identities: npt.NDArray[np.uint64] | None = None
+    origins: npt.NDArray[np.int32] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -197,6 +202,7 @@ class Manifest:
         format_version: Version of the format.
         raw_bits: Whether the ``zarr.json`` describe elements of types that Zarr's core specification lacks as unsigned
             integers of the same bits; no matter to dtckpt.
+        origins: Names of the checkpoints that first wrote chunks of this one; see `ArrayEntry`.
     """
 
     kvstore: str
@@ -209,6 +215,7 @@ class Manifest:
     costs: Costs = field(default_factory=dict)
     format_version: int = field(default=FORMAT_VERSION)
     raw_bits: bool = False
+    origins: Sequence[str] = ()
 
     def to_bytes(self) -> bytes:
         """Return the content of the file; equal manifests give equal bytes.
@@ -228,12 +235,20 @@ class Manifest:
             clients=sorted(self.costs),
             phases=phases_to_proto(self.costs),
             raw_bits=self.raw_bits,
+            origins=self.origins,
         )
         kinds: dict[ArrayKind, bytes] = {}
         for name in sorted(self.arrays):
             entry = self.arrays[name]
             digests: list[int] = entry.digests.tolist()
-            tensor = message.tensors.add(name=name, path=entry.path, digests=digests, content=entry.content)
+            tensor = message.tensors.add(
+                name=name,
+                path=entry.path,
+                digests=digests,
+                content=entry.content,
+                identities=None if entry.identities is None else entry.identities.tolist(),
+                origins=_origin_runs(entry.origins),
+            )
             kind = kinds.get(entry.kind)
             if kind is None:
                 kind = kinds[entry.kind] = _kind_proto(entry.kind, meshes).SerializeToString()
@@ -249,7 +264,7 @@ class Manifest:
             format_version=self.format_version, digest=bytes_digest(payload), manifest=payload
         )
         data = envelope.SerializeToString(deterministic=True)
-        # Refused at the save, before the commit: no reader would open it.
+        # Refuse it at the save, before the commit: no reader would open it.
         if len(data) > MAX_MANIFEST_NBYTES:
             raise ConfigError(
                 f"the manifest would have {len(data)} bytes, expected at most {MAX_MANIFEST_NBYTES}; save fewer "
@@ -267,13 +282,13 @@ class Manifest:
 
         Raises:
             CheckpointVersionError: A newer version of dtckpt wrote it.
-            CheckpointCorruptError: The bytes are not the bytes that were written, or contradict themselves.
+            CheckpointCorruptError: The bytes differ from the written bytes, or contradict themselves.
         """
         try:
             envelope = checkpoint_pb2.ManifestFile.FromString(data)
         except DecodeError as error:
             raise CheckpointCorruptError(f"manifest {origin} cannot be read: {error}; restore another step") from error
-        # Before anything else is looked at: a newer version may define all of it anew.
+        # Before all other checks: a newer version may define all other fields anew.
         if envelope.format_version > FORMAT_VERSION:
             raise CheckpointVersionError(
                 f"manifest {origin} is of a newer format; got version {envelope.format_version}, expected at most "
@@ -292,15 +307,16 @@ class Manifest:
                 raise ValueError(f"it has {len(message.meshes)} meshes for {len(message.tensors)} tensors")
             meshes = [Mesh.from_proto(mesh) for mesh in message.meshes]
             kinds: dict[bytes, ArrayKind] = {}
-            # One array for all tensors: to make one for each would take as long as all the rest.
-            digests = np.fromiter(chain.from_iterable(tensor.digests for tensor in message.tensors), np.uint64)
-            ends = accumulate(len(tensor.digests) for tensor in message.tensors)
+            digests = _slices([tensor.digests for tensor in message.tensors])
+            identities = _slices([tensor.identities for tensor in message.tensors])
             entries = [
-                _entry(tensor, digests[end - len(tensor.digests) : end], meshes, kinds)
-                for tensor, end in zip(message.tensors, ends, strict=True)
+                _entry(tensor, own, identity, meshes, kinds)
+                for tensor, own, identity in zip(message.tensors, digests, identities, strict=True)
             ]
             if len({entry.name for entry in entries}) != len(entries):
                 raise ValueError("a tensor occurs twice")
+            if any(entry.origins.max() > len(message.origins) for entry in entries if entry.origins is not None):
+                raise ValueError("a chunk comes from a checkpoint that is not named")
             # 0 is a field that is absent.
             if not 1 <= message.kvstore <= len(KVSTORES):
                 raise ValueError(f"key-value store {message.kvstore} is unknown")
@@ -308,7 +324,7 @@ class Manifest:
             if len(message.attempt) > MAX_ATTEMPT_CHARS:
                 raise ValueError(f"the token of its attempt has {len(message.attempt)} characters")
             costs = costs_from_proto(message.clients, message.phases)
-        # Also the errors of layouts, grids and dtypes that the values above do not fit.
+        # Also errors of layouts, grids and dtypes, if the values above do not fit.
         except (DecodeError, DtckptError, IndexError, OverflowError, ValueError) as error:
             raise CheckpointCorruptError(f"manifest {origin} contradicts itself: {error}") from error
         return cls(
@@ -322,15 +338,16 @@ class Manifest:
             costs=costs,
             format_version=envelope.format_version,
             raw_bits=message.raw_bits,
+            origins=tuple(message.origins),
         )
 
-    def with_arrays(self, arrays: Mapping[str, ArrayEntry], documents: int) -> Manifest:
-        """Return a copy with other arrays, and the digest of their ``zarr.json``."""
-        return replace(self, arrays=arrays, documents=documents)
+    def with_arrays(self, arrays: Mapping[str, ArrayEntry], documents: int, origins: Sequence[str] = ()) -> Manifest:
+        """Return a copy with other arrays, the digest of their ``zarr.json``, and the names of their origins."""
+        return replace(self, arrays=arrays, documents=documents, origins=origins)
 
 
 def phases_to_proto(costs: Costs) -> list[checkpoint_pb2.PhaseCosts]:
-    """Return the costs as messages, one per phase, in the order in which the clients, ascending, first have them."""
+    """Return the costs as messages, one per phase, in the order of first occurrence over the ascending clients."""
     none = PhaseCost()
     rows = [phases for _, phases in sorted(costs.items())]
     names = dict.fromkeys(name for phases in rows for name in phases)
@@ -354,7 +371,8 @@ def costs_from_proto(clients: Sequence[int], phases: Iterable[checkpoint_pb2.Pha
         phases: The messages.
 
     Raises:
-        ValueError: The lists of a message are not as long as ``clients``, or the clients are chosen to take long.
+        ValueError: The lists of a message differ in length from ``clients``, or the clients' numbers would take too
+            long.
     """
     validate_hashes(clients)
     costs: dict[int, dict[str, PhaseCost]] = {client: {} for client in clients}
@@ -363,6 +381,12 @@ def costs_from_proto(clients: Sequence[int], phases: Iterable[checkpoint_pb2.Pha
             if microseconds or nbytes:
                 costs[client][column.phase] = PhaseCost(microseconds / 1e6, nbytes)
     return costs
+
+
+def _origin_runs(origins: npt.NDArray[np.int32] | None) -> list[checkpoint_pb2.OriginRun]:
+    if origins is None:
+        return []
+    return [checkpoint_pb2.OriginRun(origin=origin, count=len(list(run))) for origin, run in groupby(origins.tolist())]
 
 
 def _kind_proto(kind: ArrayKind, meshes: dict[Mesh, int]) -> checkpoint_pb2.TensorEntry:
@@ -377,8 +401,8 @@ def _kind_proto(kind: ArrayKind, meshes: dict[Mesh, int]) -> checkpoint_pb2.Tens
         dtype=kind.dtype,
         stored_dtype="" if kind.stored_dtype == kind.dtype else kind.stored_dtype,
         chunk_shape=kind.grid.chunk_shape,
-        # Neighbouring chunks are often of one shard, and so of one writer: a run takes the place of thousands of
-        # numbers. A missing chunk has writer 0 there, as the field has no sign; ``missing`` tells it apart.
+        # Neighbouring chunks often belong to one shard and one writer: a run replaces thousands of numbers. A missing
+        # chunk has writer 0 there, because the field has no sign; ``missing`` marks such chunks.
         writers=[
             checkpoint_pb2.WriterRun(client=client, count=len(list(run)))
             for client, run in groupby(max(0, writer) for writer in kind.writers.tolist())
@@ -393,17 +417,26 @@ def _kind_proto(kind: ArrayKind, meshes: dict[Mesh, int]) -> checkpoint_pb2.Tens
     return message
 
 
+def _slices(lists: Sequence[Sequence[int]]) -> Iterator[npt.NDArray[np.uint64]]:
+    """Yield lists as slices of one array: to make one for each would take as long as all the rest."""
+    numbers = np.fromiter(chain.from_iterable(lists), np.uint64)
+    ends = accumulate(map(len, lists))
+    return (numbers[end - len(each) : end] for each, end in zip(lists, ends, strict=True))
+
+
 def _entry(
     message: checkpoint_pb2.TensorEntry,
     digests: npt.NDArray[np.uint64],
+    identities: npt.NDArray[np.uint64],
     meshes: Sequence[Mesh],
     kinds: dict[bytes, ArrayKind],
 ) -> ArrayEntry:
     """Parse the message of one tensor.
 
     Args:
-        message: The message; its name, path, digests and content are cleared.
+        message: The message; what tensors of a kind do not share is cleared.
         digests: The digests of the tensor's chunks.
+        identities: Their identities, if there are any.
         meshes: The meshes of the manifest.
         kinds: The kinds parsed so far, by the rest of their message; a new kind is added.
 
@@ -416,8 +449,9 @@ def _entry(
     if not is_path_of(path, name):
         raise ValueError(f"array {path!r} does not belong to tensor {name!r}")
     content = message.content if message.HasField("content") else None
-    # The other fields are equal for all tensors of a kind, byte by byte, and so are parsed once.
-    for field_name in ("name", "path", "digests", "content"):
+    runs = [(run.origin, run.count) for run in message.origins]
+    # The other fields are equal for all tensors of a kind, byte by byte, so one parse is enough.
+    for field_name in ("name", "path", "digests", "content", "identities", "origins"):
         message.ClearField(field_name)
     key = message.SerializeToString()
     kind = kinds.get(key)
@@ -427,7 +461,15 @@ def _entry(
         raise ValueError(
             f"tensor {name!r} has {digests.size} digests, expected one for each of {kind.grid.num_chunks} chunks"
         )
-    return ArrayEntry(name, path, kind, digests, content)
+    if identities.size not in (0, digests.size):
+        raise ValueError(f"tensor {name!r} has {identities.size} identities for {digests.size} chunks")
+    # The sum first: a count may be any number.
+    if runs and sum(count for _, count in runs) != digests.size:
+        raise ValueError(f"tensor {name!r} has origins for {sum(count for _, count in runs)} of its chunks")
+    origins = None
+    if runs and digests.size:
+        origins = np.repeat(np.array([origin for origin, _ in runs], np.int32), [count for _, count in runs])
+    return ArrayEntry(name, path, kind, digests, content, identities if identities.size else None, origins)
 
 
 def _kind(message: checkpoint_pb2.TensorEntry, name: str, num_digests: int, meshes: Sequence[Mesh]) -> ArrayKind:

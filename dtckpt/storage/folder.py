@@ -21,6 +21,9 @@ from dtckpt.storage.url import Url
 class Folder(Protocol):
     """Files by name below one path or URL. Names may hold slashes."""
 
+    confirms_writes: bool = False
+    """Whether storage compares a digest of the bytes of each write before it confirms the write."""
+
     def __truediv__(self, name: str) -> Self:
         """Return a folder below this one."""
         ...
@@ -97,6 +100,22 @@ class Folder(Protocol):
         """Remove files of folders below this one, as `remove`: their names, by folder."""
         for folder, below in names.items():
             (self / folder).remove(below)
+
+    def share(self, source: Folder, sizes: Mapping[str, int]) -> bool:  # noqa: ARG002  (for those that can)
+        """Make files of another folder files of this one, too, under the same names, without sending their bytes.
+
+        Args:
+            source: The other folder.
+            sizes: By file name, the fewest bytes that the file must have.
+
+        Returns:
+            Whether the store can do this between the two folders; if not, nothing was done.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            MalformedError: A file is shorter, or is no regular file.
+        """
+        return False
 
     def kvstore(self, *, to_write: bool = False) -> dict[str, Any] | None:
         """Return TensorStore's specification of this folder as a key-value store; None if TensorStore cannot reach it.

@@ -19,7 +19,8 @@ from tenacity import Retrying, retry_if_exception, stop_after_attempt, wait_rand
 from typing_extensions import override
 
 from dtckpt.errors import ConfigError
-from dtckpt.storage.folder import ObjectFolder
+from dtckpt.storage.failures import MalformedError
+from dtckpt.storage.folder import Folder, ObjectFolder
 from dtckpt.storage.regular_files import regular_nbytes, too_long_error
 
 NUM_THREADS = 16
@@ -146,6 +147,34 @@ class FsspecFolder(ObjectFolder):
         self._write(name, data, mode="overwrite")
 
     replace = write  # object stores show no half of an object
+
+    @override
+    def share(self, source: Folder, sizes: Mapping[str, int]) -> bool:
+        """Copy files within one store: the store itself does it, where it has such a request."""
+        if not isinstance(source, FsspecFolder) or source._fs is not self._fs:
+            return False
+        if (short := source.find_short_file(sizes)) is not None:
+            raise MalformedError(f"{source}/{short} is missing or too short")
+
+        def copy(name: str) -> None:
+            old, new = f"{source._path}/{name}", f"{self._path}/{name}"
+            try:
+                self._fs.cp_file(old, new)
+            except FileNotFoundError:
+                self._fs.makedirs(new.rpartition("/")[0], exist_ok=True)
+                self._fs.cp_file(old, new)
+
+        def share_file(name: str) -> bool:
+            try:
+                _retry(lambda: copy(name))
+            except OSError as error:
+                if isinstance(error.__cause__, NotImplementedError):
+                    return False
+                raise
+            return True
+
+        with ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="dtckpt-copies") as pool:
+            return all(list(pool.map(share_file, sizes)))
 
     @override
     def sync(self, names: Iterable[str]) -> None:

@@ -5,7 +5,8 @@ fifo in the place of a lock. No such entry leads out of the directory:
 
 * a directory is opened name by name, and its entries are named relative to the open directory (openat(2)). A link in
   the place of a folder is an error;
-* a new file is created exclusively. So it is written neither through a link, nor into a file that has other names;
+* a new file is created exclusively. So it is written neither through a link, nor into a file that has other names:
+  checkpoints that share a file are safe from each other;
 * an entry is removed by its name: a link as a link.
 
 The base directory is the user's choice, so links on the way to it are followed. So are links to files that are only
@@ -16,19 +17,25 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import re
 import secrets
 import shutil
 import stat
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from copy import copy
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
 from typing_extensions import override
 
 from dtckpt.storage import fsync
+from dtckpt.storage.failures import NOT_A_FILE, MalformedError
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.regular_files import open_regular, regular_nbytes, too_long_error
 
@@ -38,6 +45,8 @@ EXCHANGE = 2
 """Flag of a rename after which two files or directories have each other's names."""
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 """Error numbers of systems that do not support a flag."""
+MAX_DEPTH = 520
+"""Directories in each other that a walk enters: a name of a tensor has at most 1024 bytes."""
 _DRAFT_SUFFIX = ".draft"
 _DRAFT_NAME = re.compile(r"\..+\.[0-9a-f]{16}\.draft", re.DOTALL)
 _AT_FDCWD = -100
@@ -46,6 +55,12 @@ _NEW_FILE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _LOCK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NUM_TRIES = 8
 """How often a file is created anew if others create it, too."""
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+"""Error numbers of a hard link that the file system refuses; the file is copied then."""
+_NO_COPY_RANGE = (errno.EXDEV, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EPERM)
+_COPY_NBYTES = 64 << 20
+
+logger = logging.getLogger("dtckpt.storage")
 
 
 class LocalFolder(Folder):
@@ -54,18 +69,45 @@ class LocalFolder(Folder):
     Args:
         base: A directory, by a path that the user chose.
         below: Names of directories from there on, one in the other.
+        shown: The path of the base directory in messages, if that is another one.
     """
 
-    def __init__(self, base: Path, *below: str) -> None:
+    def __init__(self, base: Path, *below: str, shown: Path | None = None) -> None:
         self.path = base.joinpath(*below)
         self._base = base
         self._below = below
+        self._shown = shown or base
+        self._anchor: _Anchor | None = None
 
     def __str__(self) -> str:
-        return str(self.path)
+        return str(self._shown.joinpath(*self._below))
 
     def __truediv__(self, name: str) -> Self:
-        return type(self)(self._base, *self._below, *name.split("/"))
+        inner = copy(self)
+        inner._below = (*self._below, *name.split("/"))
+        inner.path = self._base.joinpath(*inner._below)
+        return inner
+
+    def hold(self, *, follow: bool = True) -> LocalFolder:
+        """Return this very directory, whatever takes its name later or removes it.
+
+        It stays open as long as the returned folder, or a folder below it, lives.
+
+        Args:
+            follow: Whether the base directory may be a link.
+
+        Raises:
+            NotADirectoryError: A link has the directory's name.
+            OSError: There is no such directory, or the system does not name open files by ``/proc``.
+        """
+        own = self if follow or self._below else LocalFolder(self._base.parent, self._base.name)
+        with own._opened() as descriptor:
+            anchor = _Anchor(os.dup(descriptor))
+        held = LocalFolder(Path(f"/proc/self/fd/{anchor.descriptor}"), shown=Path(str(self)))
+        held._anchor = anchor
+        with held._opened():
+            pass
+        return held
 
     @contextmanager
     def _opened(self, below: Sequence[str] = ()) -> Iterator[int]:
@@ -101,19 +143,22 @@ class LocalFolder(Folder):
     @override
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         descriptor, nbytes = open_regular(f"{self.path}/{name}")
-        with open(descriptor, "rb") as file:
+        try:
             # The size bounds the read: Python allocates as many bytes as it is asked for, however short the file is.
-            file.seek(start)
-            return file.read(max(0, (nbytes if stop is None else min(stop, nbytes)) - start))
+            return _pread(descriptor, start, nbytes if stop is None else min(stop, nbytes))
+        finally:
+            os.close(descriptor)
 
     @override
     def read_whole(self, name: str, most: int) -> bytes:
         descriptor, nbytes = open_regular(f"{self.path}/{name}")
-        with open(descriptor, "rb") as file:
+        try:
             # The size of the open file: a save may have replaced the one at this path.
             if nbytes > most:
                 raise too_long_error(name, most)
-            return file.read(nbytes)
+            return _pread(descriptor, 0, nbytes)
+        finally:
+            os.close(descriptor)
 
     @override
     def find_short_file(self, sizes: Mapping[str, int]) -> str | None:
@@ -130,7 +175,54 @@ class LocalFolder(Folder):
     @override
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of entries of this very directory that begin with ``prefix``, sorted."""
-        return sorted(entry.name for entry in self.path.iterdir() if entry.name.startswith(prefix))
+        return sorted(name for name in os.listdir(self.path) if name.startswith(prefix))
+
+    def open_file(self, name: str) -> int:
+        """Open a regular file for reading; return its descriptor. A link below the base directory is not followed.
+
+        So a copy of a directory that a stranger prepared takes along no file from elsewhere.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            NotADirectoryError: A link has the name of a folder.
+            MalformedError: The name leads to a link, or to something other than a regular file.
+        """
+        with self._entry(name) as (folder, last):
+            try:
+                descriptor = os.open(last, os.O_RDONLY | _LOCK, dir_fd=folder)
+            except OSError as error:
+                if error.errno in NOT_A_FILE:
+                    raise MalformedError(f"{self}/{name} is a link, or no regular file") from None
+                raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise MalformedError(f"{self}/{name} is no regular file")
+        return descriptor
+
+    def inode(self, name: str) -> tuple[int, int]:
+        """Return device and inode of an entry, which tell it from a later entry of its name."""
+        with self._entry(name) as (folder, last):
+            status = os.lstat(last, dir_fd=folder)
+            return status.st_dev, status.st_ino
+
+    def walk(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield name and status of each regular file below this directory; links are passed over, not followed.
+
+        Raises:
+            NotADirectoryError: The directory is a link.
+            OSError: A directory cannot be read.
+        """
+        pending: list[tuple[str, ...]] = [()]
+        while pending:  # not by recursion: a stranger's directories may be deeper than Python's stack
+            below = pending.pop()
+            with self._opened(below) as folder:
+                for name in sorted(os.listdir(folder)):
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        status = os.lstat(name, dir_fd=folder)
+                        if stat.S_ISREG(status.st_mode):
+                            yield "/".join([*below, name]), status
+                        elif stat.S_ISDIR(status.st_mode) and len(below) < MAX_DEPTH:
+                            pending.append((*below, name))
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -202,6 +294,40 @@ class LocalFolder(Folder):
             os.rename(draft, last, src_dir_fd=folder, dst_dir_fd=folder)
 
     @contextmanager
+    def rewrite(self, name: str) -> Iterator[int]:
+        """Write a new file in the place of a file: as a draft, which is synced and renamed when the context ends well.
+
+        Yields:
+            The descriptor of the draft, to write and to read.
+        """
+        with self._draft(name, b"") as (folder, draft, last):
+            descriptor = os.open(draft, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                yield descriptor
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.rename(draft, last, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
+
+    def link(self, name: str, other: LocalFolder, other_name: str) -> None:
+        """Give a file of another directory a further name here, in the place of whatever has the name. Durable.
+
+        Raises:
+            OSError: The file system has no hard links, or the other directory is on another one.
+        """
+        with self._entry(name) as (folder, last), other._entry(other_name) as (other_folder, other_last):
+            draft = _draft_name(last)
+            try:
+                os.link(other_last, draft, src_dir_fd=other_folder, dst_dir_fd=folder, follow_symlinks=False)
+                os.rename(draft, last, src_dir_fd=folder, dst_dir_fd=folder)
+            finally:
+                # A rename of one name of a file to another name of it does nothing, so the draft may be left.
+                with suppress(OSError):
+                    os.unlink(draft, dir_fd=folder)
+            os.fsync(folder)
+
+    @contextmanager
     def _draft(self, name: str, data: bytes) -> Iterator[tuple[int, str, str]]:
         """Write a draft beside a file, and remove it at the end, if it is still there.
 
@@ -209,13 +335,39 @@ class LocalFolder(Folder):
             The descriptor of their directory; the names of the draft and of the file there.
         """
         with self._entry(name) as (folder, last):
-            draft = f".{last.lstrip('.')}.{secrets.token_hex(8)}{_DRAFT_SUFFIX}"
+            draft = _draft_name(last)
             try:
                 _fill(os.open(draft, _NEW_FILE, 0o666, dir_fd=folder), data)
                 yield folder, draft, last
             finally:
                 with suppress(OSError):
                     os.unlink(draft, dir_fd=folder)
+
+    @override
+    def share(self, source: Folder, sizes: Mapping[str, int]) -> bool:
+        """Share files by hard links; where the file system refuses one, copy the file: as a reflink, where it can."""
+        if not isinstance(source, LocalFolder):
+            return False
+        refusal: OSError | None = None
+        for below, names in groupby(sorted(sizes), lambda name: name.rpartition("/")[0]):
+            inner = below.split("/") if below else []
+            self._make_below(inner)
+            with source._opened(inner) as old, self._opened(inner) as new:
+                for name in names:
+                    refusal = _share_file(name.rpartition("/")[2], sizes[name], old, new) or refusal
+        if refusal is not None:
+            _tell_copies(os.strerror(refusal.errno or 0), Path(str(source)).parent, self._base)
+        return True
+
+    def _make_below(self, below: Sequence[str]) -> None:
+        """Make a directory below, and all between, where they are missing."""
+        try:
+            with self._opened(below):
+                return
+        except FileNotFoundError:
+            pass
+        for depth in range(len(below)):
+            (self / "/".join(below[: depth + 1])).make()
 
     def open_lock(self, name: str, *, to_write: bool) -> int:
         """Open a file whose record locks tell processes apart; return its descriptor. Does not wait.
@@ -306,6 +458,60 @@ class LocalFolder(Folder):
                             os.unlink(name, dir_fd=folder)
 
 
+class _Anchor:
+    """A descriptor that is closed when the last folder that has it is gone."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+
+@cache
+def _tell_copies(reason: str, source: Path, target: Path) -> None:
+    """Log that files are copied and not linked; once for a pair of folders, as it will be so for every checkpoint."""
+    logger.warning("files shared by checkpoints in %s and %s are copied, not linked: %s", source, target, reason)
+
+
+def _share_file(name: str, least: int, old: int, new: int) -> OSError | None:
+    """Make a file of one open directory a file of another; return why it had to be copied, if it had to be."""
+    found = os.stat(name, dir_fd=old, follow_symlinks=False)
+    if not stat.S_ISREG(found.st_mode) or found.st_size < least:
+        raise MalformedError(f"{name} is no file of at least {least} bytes")
+    try:
+        os.link(name, name, src_dir_fd=old, dst_dir_fd=new, follow_symlinks=False)
+    except FileExistsError:
+        # Another client needs the file, too. If it is another file, that client has copied it.
+        return None
+    except OSError as error:
+        if error.errno not in NO_LINK:
+            raise
+        _copy_file(name, old, new)
+        return error
+    return None
+
+
+def _copy_file(name: str, old: int, new: int) -> None:
+    """Copy a file; it gets its name when it is whole."""
+    draft = f".{name.lstrip('.')}.{secrets.token_hex(8)}{_DRAFT_SUFFIX}"
+    source = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=old)
+    try:
+        with open(source, "rb", closefd=False) as read, open(os.open(draft, _NEW_FILE, 0o666, dir_fd=new), "wb") as to:
+            try:
+                while os.copy_file_range(source, to.fileno(), _COPY_NBYTES):
+                    pass
+            except OSError as error:
+                if error.errno not in _NO_COPY_RANGE or read.tell():
+                    raise
+                shutil.copyfileobj(read, to)
+        os.rename(draft, name, src_dir_fd=new, dst_dir_fd=new)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(draft, dir_fd=new)
+        raise
+    finally:
+        os.close(source)
+
+
 def _new_file(name: str, folder: int) -> int:
     """Create a file in the place of whatever has its name; return the descriptor."""
     for _ in range(_NUM_TRIES):
@@ -314,6 +520,20 @@ def _new_file(name: str, folder: int) -> int:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
+
+
+def _pread(descriptor: int, start: int, stop: int) -> bytes:
+    """Return bytes of an open file; fewer where it ends before. The kernel reads up to 2 GiB at a time."""
+    if start >= stop:
+        return b""
+    data = os.pread(descriptor, stop - start, start)
+    parts = [data]
+    position = start + len(data)
+    while data and position < stop:
+        data = os.pread(descriptor, stop - position, position)
+        parts.append(data)
+        position += len(data)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _fill(descriptor: int, data: bytes) -> None:
@@ -351,6 +571,15 @@ def _is_there(name: str, folder: int) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def is_draft(name: str) -> bool:
+    """Whether a file's name is a draft's; a process that died may have left it."""
+    return _DRAFT_NAME.fullmatch(name.rpartition("/")[2]) is not None
+
+
+def _draft_name(name: str) -> str:
+    return f".{name.lstrip('.')}.{secrets.token_hex(8)}{_DRAFT_SUFFIX}"
 
 
 def _kind_error(number: int, name: str, kind: str) -> OSError:

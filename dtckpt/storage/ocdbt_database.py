@@ -91,10 +91,12 @@ class OcdbtDatabase:
 
     Args:
         root: The database's folder.
+        first: The folder of its first file; default: the same.
     """
 
-    def __init__(self, root: Folder) -> None:
+    def __init__(self, root: Folder, *, first: Folder | None = None) -> None:
         self._root = root
+        self._first = first or root
         self._lock = Lock()
         self._cache: OrderedDict[str, _Node] = OrderedDict()
         self._num_cached = 0
@@ -132,10 +134,22 @@ class OcdbtDatabase:
             key, height = key[len(prefix) :], height - 1
         return None
 
+    def node_files(self) -> set[str]:
+        """Return the files that hold the tree's nodes. Blocks: on storage. Raises: As `find`."""
+        with self._lock:
+            location, height = self._root_node
+            level = {location} - {""}
+            files = {_file_range(each).file for each in level}
+            # Level by level; the leaves themselves are not read.
+            for _ in range(height):
+                level = {child for each in level for child, _ in self._node(each).children}
+                files |= {_file_range(each).file for each in level}
+            return files
+
     @cached_property
     def _root_node(self) -> tuple[str, int]:
         """Location and height of the tree's root node; the location is empty if the tree is."""
-        data = self._root.read_whole(DATABASE_NAME, MAX_NODE_NBYTES)
+        data = self._first.read_whole(DATABASE_NAME, MAX_NODE_NBYTES)
         versions = self._dump(data).get("versions")
         if not versions:
             raise MalformedError(f"{DATABASE_NAME} holds no version of the database")

@@ -78,6 +78,9 @@ class ChunkFileWriter:
         key = chunk_key(array.path, array.grid, region)
         self._add(self._pool.submit(self._write, key, array.grid, elements), elements.nbytes)
 
+    def begin_files(self) -> None:
+        """Each chunk is a separate file anyway."""
+
     def write_document(self, key: str, document: bytes) -> None:
         """Start to write a ``zarr.json``."""
         self._add(self._pool.submit(self._root.write, key, document), len(document))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -45,6 +45,10 @@ DATABASE_NAME = "manifest.ocdbt"
 """The first file of an OCDBT database, which leads to all others."""
 DATA_FOLDER = "d"
 """The folder of the other files of an OCDBT database."""
+BASE_FOLDER = "__base"
+"""A folder of a checkpoint under construction: the first file of its base's database. No array has such a path."""
+BASE_CACHE_NBYTES = 64 << 20
+"""Nodes of the base's database that are kept while many ranges are copied from it."""
 TARGET_DATA_FILE_NBYTES = 256 << 20
 TARGET_OBJECT_NBYTES = 8 << 20
 """The same in object stores: an object is uploaded by one request, and several requests have to be under way."""
@@ -228,6 +232,11 @@ class TensorStoreWriter:
         memory = self._memory.take(math.prod(chunk_shape) * elements.itemsize)
         return pad(elements, memory.view(elements.dtype).reshape(chunk_shape))
 
+    def begin_files(self) -> None:
+        """Begin to write out all writes so far; the data files of a database get none of the later ones."""
+        if self._is_database:
+            self._write_out_beside()
+
     def write_document(self, key: str, document: bytes) -> None:
         """Start writing a ``zarr.json`` to its key."""
         with translate_errors("write {!r}", self._where, key):
@@ -248,10 +257,13 @@ class TensorStoreWriter:
         """Count bytes that wait to be written; have a thread write them out when they are too many."""
         self._batch.nbytes += nbytes
         if self._batch.nbytes > self._max_batch_nbytes:
-            self._wait_for_earlier()
-            # One batch after the other: each transaction of a database goes on from the state that the last one left.
-            self._earlier = self._batch, begin(partial(self._write_out, self._batch), "dtckpt-writes")
-            self._batch = self._new_batch()
+            self._write_out_beside()
+
+    def _write_out_beside(self) -> None:
+        self._wait_for_earlier()
+        # One batch after the other: each transaction of a database goes on from the state that the last one left.
+        self._earlier = self._batch, begin(partial(self._write_out, self._batch), "dtckpt-writes")
+        self._batch = self._new_batch()
 
     def _wait_for_earlier(self) -> None:
         if self._earlier is not None:
@@ -361,13 +373,16 @@ def _array_spec(grid: ChunkGrid, stored_dtype: str, codec: str, *, to_write: boo
     return tensorstore().Spec({"driver": "zarr3", "metadata": array_metadata(grid, stored_dtype, codec), **mode})
 
 
-def merge(kind: str, root: Folder, last_written: Mapping[int, str]) -> None:
+def merge(
+    kind: str, root: Folder, last_written: Mapping[int, str], reused: Callable[[], Iterable[KeyRange]] = tuple
+) -> None:
     """Make the clients' writes one hierarchy of arrays. Called by the leader, after all clients committed.
 
     Args:
         kind: Key-value store.
         root: The folder under construction.
         last_written: Per client that wrote, the key of its last write. If this process sees that one, it sees all.
+        reused: Returns the ranges of keys that come from the base's database, in `BASE_FOLDER`.
 
     Raises:
         CheckpointCorruptError: This process does not see the writes of a client.
@@ -377,7 +392,7 @@ def merge(kind: str, root: Folder, last_written: Mapping[int, str]) -> None:
         if root.kvstore() is None:
             is_visible = {client: _is_file(root, key) for client, key in last_written.items()}
         else:
-            store = _merge_stores(kind, root, last_written)
+            store = _merge_stores(kind, root, last_written, reused)
             # All reads are under way before the first answer: one round trip to storage, not one for each client.
             reads = {client: store.read(key, byte_range=slice(0, 1)) for client, key in last_written.items()}
             is_visible = {client: read.result().state == "value" for client, read in reads.items()}
@@ -389,7 +404,19 @@ def merge(kind: str, root: Folder, last_written: Mapping[int, str]) -> None:
         )
 
 
-def _merge_stores(kind: str, root: Folder, clients: Iterable[int]) -> Any:
+KeyRange = tuple[str, str]
+"""The first key of a range, and the key behind its last."""
+
+
+def chunk_range(array: StoredArray, index: Sequence[int] | None) -> KeyRange:
+    """Return the range of the key of one chunk of an array, or of the keys of all its chunks."""
+    if index is None and array.grid.shape:
+        return f"{key_of(array.path, ())}/", f"{key_of(array.path, ())}0"  # 0 comes after /
+    key = key_of(array.path, index or ())
+    return key, f"{key}\0"
+
+
+def _merge_stores(kind: str, root: Folder, clients: Iterable[int], reused: Callable[[], Iterable[KeyRange]]) -> Any:
     """Merge the clients' writes through TensorStore; return the key-value store that holds all of it."""
     ts, context = tensorstore(), open_context()
     store = ts.KvStore.open(_kvstore(kind, root, to_write=True, is_new=True), context=context).result()
@@ -400,6 +427,17 @@ def _merge_stores(kind: str, root: Folder, clients: Iterable[int]) -> Any:
         transaction = ts.Transaction(atomic=True)
         target = store.with_transaction(transaction)
         # A range is copied by reference only between stores whose base options are the same.
+        if ranges := list(reused()):
+            spec = {
+                "driver": "ocdbt",
+                "base": root.kvstore(to_write=True),
+                "manifest": (root / BASE_FOLDER).kvstore(to_write=True),
+                "cache_pool": {"total_bytes_limit": BASE_CACHE_NBYTES},
+            }
+            source = ts.KvStore.open(spec, context=context).result()
+            wanted = [ts.KvStore.KeyRange(*each) for each in ranges]
+            for copied in [source.experimental_copy_range_to(target, each) for each in wanted]:
+                copied.result()
         specs = [_kvstore(kind, root / client_folder(client), to_write=True) for client in clients]
         # All are under way before the first is waited for: one round trip to storage, not one for each client.
         sources = [opened.result() for opened in [ts.KvStore.open(spec, context=context) for spec in specs]]

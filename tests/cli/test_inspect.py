@@ -154,6 +154,7 @@ def test_chunks_of_some_tensors(run, source):
         "key": "model/w/c/0/1",
         "digest": f"{chunk.digest:016x}",
         "client": 0,
+        "origin": None,
     }
     text = run("inspect", source, "--chunks", "--tensor", "model/w").out
     assert "tensors     1 of 9, 4 chunks" in text

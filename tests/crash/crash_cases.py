@@ -46,6 +46,34 @@ def save(path: str, generation: str, *, has_own: bool = False, **options: Any) -
     dtckpt.save(path, tree, options=SaveOptions(**options))
 
 
+FROZEN = ("weight", "blocks", "copies")
+
+
+def save_on_base(path: str, base: str, generation: str, **options: Any) -> None:
+    """Save tensors that ``base`` has, of generation ``old``, and others of a generation, when all clients are there."""
+    coordination = current_coordination()
+    coordination.register()
+    coordination.barrier("ready", timeout_s=30)
+    mesh = mesh_over_all({"x": 2, "y": DEVICES // 2}, DEVICES // dtckpt.num_clients())
+    frozen = tree_on(mesh, {name: TENSORS[name] for name in FROZEN}, "old")
+    changed = tree_on(mesh, {name: TENSORS[name] for name in TENSORS if name not in FROZEN}, generation)
+    options = {"overwrite": True, "timeout_s": 30.0, **options}
+    dtckpt.save(path, {**frozen, **changed}, options=SaveOptions(**options), base=base)
+
+
+def generation_on_base_at(path: str | Path) -> str | None:
+    """Return which generation of `save_on_base` restores bit for bit; errors as `generation_at`."""
+    try:
+        restored = dtckpt.restore(path)
+    except CheckpointNotFoundError:
+        return None
+    generation = restored.pop("step")
+    assert restored.keys() == TENSORS.keys()
+    for name in TENSORS:
+        assert bits_of(restored[name]) == _saved_bits(name, "old" if name in FROZEN else generation), name
+    return generation
+
+
 def reshard_part(source: str, target: str, index: int, count: int, **options: Any) -> bool:
     """Do the part of one of several workers; return whether the new checkpoint is there."""
     from dtckpt.checkpoint.resharding.reshard import reshard

@@ -110,6 +110,9 @@ class Disk:
             case "fsync" | "fdatasync":
                 if node is not None:
                     node.sync()
+            case "link" | "linkat":
+                if isinstance(node, File) and others[0][1] not in others[0][0].names:
+                    others[0][0].change({others[0][1]: node})
             case "unlink" | "unlinkat" | "rmdir":
                 if isinstance(node, File) or (isinstance(node, Folder) and not node.names):
                     folder.change({name: None})

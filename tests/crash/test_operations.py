@@ -62,6 +62,50 @@ def struck_save(nursery, folder, has_old, fault, **options):
     return fault.kind, error or "no error", found or "nothing"
 
 
+@pytest.mark.share(1, of="crashes")
+@pytest.mark.parametrize("clients", [1, 2])
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+def test_any_operation_of_a_save_with_a_base_may_be_the_last(nursery, tmp_path, kvstore, clients):
+    options = {"kvstore": kvstore, "clients": clients}
+    (tmp_path / "recorded").mkdir()
+    base, path = str(tmp_path / "recorded" / "b"), str(tmp_path / "recorded" / "s")
+    nursery.values(crash_cases.save, base, "old", **options)
+    arguments = {"folder": str(tmp_path / "recorded"), "is_recorded": True, **options}
+    job = nursery.start(crash_cases.save_on_base, path, base, "recorded", **arguments)
+    assert not any(answer.error for answer in job.finish())
+    assert any(each.call == "linkat" for each in job.operations)
+    faults = list(faults_in(job.operations, KINDS))
+    tried = share(faults, SAMPLE, f"base {kvstore} {clients}")
+    outcomes = run_each_in_a_folder(
+        tmp_path, tried, lambda folder, fault: struck_on_base(nursery, folder, fault, **options)
+    )
+    print(f"{kvstore}, {clients} clients, with a base: {len(tried)} of {len(faults)} faults")
+    for outcome, count in sorted(Counter(outcomes).items()):
+        print(f"{count:6}", *outcome, sep=", ")
+
+
+def struck_on_base(nursery, folder, fault, **options):
+    """Let a fault strike one save that has a base, and check what it leaves of both; return what became of it."""
+    base, path = str(folder / "b"), str(folder / "s")
+    nursery.values(crash_cases.save, base, "old", **options)
+    nursery.values(crash_cases.save_on_base, path, base, "first", **options)
+    timeout_s = HEARTBEAT_TIMEOUT_S if fault.kind == "kill" else 30.0
+    arguments = {"folder": str(folder), "fault": fault, "heartbeat_timeout_s": timeout_s, **options}
+    job = nursery.start(crash_cases.save_on_base, path, base, "second", **arguments)
+    answers = job.finish()
+    where = f"{fault} of {options}, struck {job.struck}: {answers}"
+    found = crash_cases.generation_on_base_at(path)
+    assert found in ("first", "second"), where
+    assert found == "second" or any(answer.error or answer.has_died for answer in answers), where
+    assert crash_cases.generation_at(base) == "old", where
+    nursery.values(crash_cases.save_on_base, path, base, "next", **options)
+    assert crash_cases.generation_on_base_at(path) == "next", where
+    assert sorted(os.listdir(folder)) == ["b", "s"], where
+    crash_cases.remove(base)
+    assert crash_cases.generation_on_base_at(path) == "next", where
+    return fault.kind, found
+
+
 def error_of_all(answers, fault, struck, where):
     """Return the error that all who live report, after a look at whether it is clear."""
     is_deadly = fault.kind == "kill" and struck is not None

@@ -106,6 +106,42 @@ def lose_power(nursery, folder, has_old, death, **options):
 
 @pytest.mark.share(1, of="crashes")
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+def test_a_save_that_shares_files_survives_with_its_base(nursery, tmp_path, kvstore):
+    folder, options = tmp_path / "disk", {"kvstore": kvstore, "clients": 2}
+    folder.mkdir()
+    # Without fsync: so the save syncs the files that it shares, too.
+    nursery.values(crash_cases.save, str(folder / "b"), "old", fsync=False, **options)
+    disk = Disk(folder)
+    arguments = (str(folder / "s"), str(folder / "b"), "new")
+    job = nursery.start(crash_cases.save_on_base, *arguments, folder=str(folder), is_recorded=True, **options)
+    assert not any(answer.error for answer in job.finish())
+    draw, found, count = random.Random(f"base {kvstore} {SEED}"), {}, len(job.operations)
+    tried = {count, *share(range(count), SAMPLE, f"base {kvstore}")}
+    for number, operation in enumerate([*job.operations, None]):
+        for name, choose in losses(draw) if number in tried else ():
+            tree = disk.survivors(choose)
+            state = hash(tuple(tree.items()))
+            if state not in found:
+                found[state] = both_that_restore(tree)
+            where = f"{found[state]}: {name} after operation {number} of {count}"
+            assert found[state] in ([(None, "old"), ("new", "old")] if number < count else [("new", "old")]), where
+        if operation is not None:
+            disk.apply(operation)
+    assert any(operation.call == "linkat" for operation in job.operations)
+
+
+def both_that_restore(tree):
+    """Return the generations of a save that has a base, and of the base; or an error."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        write_tree(tree, Path(folder))
+        try:
+            return crash_cases.generation_on_base_at(f"{folder}/s"), crash_cases.generation_at(f"{folder}/b")
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.share(1, of="crashes")
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_workers_complete_what_survives(nursery, tmp_path, kvstore):
     """Parts that were finished may be of processes that ended long ago; what is marked as finished must be there."""
     source, folder, num_workers = str(tmp_path / "source"), tmp_path / "disk", 3

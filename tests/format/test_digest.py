@@ -1,10 +1,11 @@
 """Chunk digests: of blocks, of elements that are not contiguous, and bound to name and position."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtckpt.format.digest import Blocks, as_bytes, bytes_digest, digest_chunk, digest_of_blocks
+from dtckpt.format.digest import Blocks, as_bytes, bytes_digest, digest_chunk, digest_of_blocks, identify_chunk
 from dtckpt.format.grid import ChunkGrid
 
 
@@ -48,6 +49,24 @@ def test_blocks_cut_chunks_into_rows_of_their_first_long_dim(height, width, chun
     assert blocks.meeting(region, span) == range(start, stop)
     assert sum(box.numel for box in boxes[start:stop]) == span.numel
     assert all(box.numel * 2 <= 256 << 10 or box.shape[blocks.dim] == 1 for box in boxes)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 16, 128, 129, 239, 240, 241, 256, 1024, 100_000])
+def test_one_pass_gives_the_digest_and_the_identity(nbytes):
+    elements = np.frombuffer(np.random.default_rng(nbytes).bytes(nbytes), np.uint8)
+    for blocks in (Blocks(0, 1 << 20), Blocks(0, 300)):
+        digest, parts, identity = identify_chunk("w", (0, 1), elements, blocks)
+        assert (digest, parts) == digest_chunk("w", (0, 1), elements, blocks)
+        assert identity not in (digest, 0)
+    changed = np.append(elements[:-1], elements[-1:] ^ 1)
+    assert not nbytes or identify_chunk("w", (0, 1), changed, Blocks(0, 300))[2] != identity
+
+
+def test_an_identity_belongs_to_the_format():
+    elements = np.arange(1000, dtype="<f4").reshape(10, 100)
+    assert identify_chunk("w", (0, 1), elements, Blocks(0, 1 << 20))[2] == 0x4A2174184A161C6C
+    assert identify_chunk("w", (0, 1), elements, Blocks(0, 4))[2] == 0xF93AFBDB7A1B1B9B
+    assert identify_chunk("w", (0, 1), elements.T.copy().T, Blocks(0, 4))[2] == 0xF93AFBDB7A1B1B9B
 
 
 def test_a_chunk_of_blocks_is_bound_to_its_place_through_them():

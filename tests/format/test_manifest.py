@@ -1,5 +1,7 @@
 """The manifest: what is written is read, the same state gives the same bytes, and contradictions are refused."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,8 @@ from dtckpt.format.manifest import FORMAT_VERSION, ArrayEntry, ArrayKind, Manife
 from dtckpt.format.names import array_paths
 from dtckpt.layout.create_mesh import abstract_mesh
 from dtckpt.layout.layout import Layout
+
+ORIGINS = ("step_1", "é/2")
 
 
 @st.composite
@@ -37,7 +41,10 @@ def entries(draw, name):
         codec=draw(st.sampled_from(CODECS)),
     )
     digests = random.integers(0, 2**64, count, np.uint64)
-    return ArrayEntry(name, array_paths([name])[name], kind, digests, draw(st.none() | st.integers(0, 2**64 - 1)))
+    content = draw(st.none() | st.integers(0, 2**64 - 1))
+    identities = random.integers(0, 2**64, count, np.uint64) if count and draw(st.booleans()) else None
+    origins = random.integers(0, 1 + len(ORIGINS), count).astype(np.int32) if count and draw(st.booleans()) else None
+    return ArrayEntry(name, array_paths([name])[name], kind, digests, content, identities, origins)
 
 
 @st.composite
@@ -63,6 +70,7 @@ def manifests(draw):
         documents=draw(st.integers(0, 2**64 - 1)),
         costs=draw(costs()),
         raw_bits=draw(st.booleans()),
+        origins=ORIGINS,
     )
 
 
@@ -79,6 +87,7 @@ def facts(entry):
         entry.content,
         entry.codec,
         arrays,
+        *(None if each is None else (each.tolist(), each.dtype) for each in (entry.identities, entry.origins)),
     )
 
 
@@ -87,6 +96,7 @@ def test_bytes_and_back(manifest):
     data = manifest.to_bytes()
     back = Manifest.from_bytes(data, "here")
     assert back.to_bytes() == data
+    assert back.origins == ORIGINS
     fields = "kvstore", "tree", "job", "num_clients", "attempt", "documents", "costs", "format_version", "raw_bits"
     for field in fields:
         assert getattr(back, field) == getattr(manifest, field)
@@ -101,6 +111,21 @@ def sample():
     kind = ArrayKind("float32", "bfloat16", grid, np.array([0, 0, 1, 1], np.int32), layout)
     entry = ArrayEntry("w", "w", kind, np.arange(1, 5, dtype=np.uint64) << np.uint64(40))
     return Manifest(kvstore="zarr", arrays={"w": entry}, tree=b'{"dict":[]}', job="j", num_clients=2, attempt="0-1-a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"identities": np.arange(3, dtype=np.uint64)}, "3 identities for 4 chunks"),
+        ({"origins": np.zeros(5, np.int32)}, "origins for 5 of its chunks"),
+        ({"origins": np.array([0, 0, 1, 0], np.int32)}, "a checkpoint that is not named"),
+    ],
+)
+def test_identities_and_origins_that_fit_no_chunks(changes, reason):
+    manifest = sample()
+    entry = replace(manifest.arrays["w"], **changes)
+    with pytest.raises(CheckpointCorruptError, match=reason):
+        Manifest.from_bytes(replace(manifest, arrays={"w": entry}).to_bytes(), "here")
 
 
 def test_equal_manifests_give_equal_bytes():

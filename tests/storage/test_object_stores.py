@@ -38,6 +38,19 @@ from .saved_states import MESH, holds, save, state
 on_objects = pytest.mark.parametrize("kind", [kind for kind in KINDS if "directory" not in kind], indirect=True)
 
 
+@pytest.mark.share(4, of="bases")
+def test_a_save_with_a_base_is_whole_without_it(root, kind, kvstore):
+    """TensorStore has no request by which a bucket copies objects itself, so there everything is written."""
+    save(f"{root}/step_1", kvstore=kvstore)
+    report = dtckpt.save(f"{root}/step_2", state(2), options=SaveOptions(kvstore=kvstore), base=f"{root}/step_1")
+    assert (report.nbytes_reused >= 512 * 256 * 4) == (kind.split()[0] in ("directory", "memory", "local"))
+    assert holds(f"{root}/step_2", 2)
+    commit_target_of(location_of(f"{root}/step_1")).remove()
+    assert holds(f"{root}/step_2", 2)
+    with dtckpt.open_checkpoint(f"{root}/step_2") as checkpoint:
+        assert checkpoint.verify().is_sound
+
+
 # --- damage, replacement, copies ----------------------------------------------------------------------------
 
 

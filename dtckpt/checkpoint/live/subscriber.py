@@ -224,6 +224,7 @@ class Subscriber:
         self._version: LiveVersion | None = None
         self._is_mixed = False
         self._staged: StagedVersion | None = None
+        self._is_closed = False
         modules = (covers,) if isinstance(covers, nn.Module) else covers
         if modules:
             validate_covered(target, modules)
@@ -364,6 +365,8 @@ class Subscriber:
         return result
 
     def _choice(self, timeout_s: float, step: int | None, held: HeldBoxes, *, newer: bool) -> VersionChoice:
+        if self._is_closed:
+            raise ConfigError(f"the subscriber of feed {self.name!r} is closed")
         newer_than = self._version.number if newer and self._version is not None else 0
         want = Want(newer_than=newer_than, step=step, allow_rewound=self._allow_rewound)
         return VersionChoice(
@@ -424,6 +427,7 @@ class Subscriber:
 
     def close(self) -> None:
         """Free the memory beside the target, and serve nothing more. Local."""
+        self._is_closed = True
         if self._relay is not None:
             self._relay.close()
             self._relay = None

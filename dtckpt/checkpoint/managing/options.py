@@ -15,6 +15,7 @@ from dtckpt.checkpoint.managing.interval import AutoInterval
 from dtckpt.checkpoint.managing.retention import Retention
 from dtckpt.checkpoint.managing.schedule import SaveRules
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.signing.keys import KeySource
 from dtckpt.errors import ConfigError, StorageError
 from dtckpt.storage.location import Location
 
@@ -28,10 +29,14 @@ class ManagerOptions:
     is_async: bool
     leftover_age_s: float
     save: SaveOptions
+    reuse: bool = False
+    trusted_keys: tuple[KeySource, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.leftover_age_s > 0:
             raise ConfigError(f"leftover_age_s must be positive; got {self.leftover_age_s!r}")
+        if not isinstance(self.reuse, bool):
+            raise ConfigError(f"reuse must be True or False; got {self.reuse!r}")
 
 
 def auto_interval(every: object) -> AutoInterval | None:

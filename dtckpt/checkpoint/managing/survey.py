@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dtckpt.checkpoint.managing.leftovers import Leftover
@@ -11,9 +13,11 @@ from dtckpt.checkpoint.managing.lineage import Saved, current_steps
 from dtckpt.checkpoint.managing.root import Root, root_of
 from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.checkpoint.open import open_checkpoint
+from dtckpt.checkpoint.reading.manifest_files import KIND
 from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import CheckpointIncompleteError, CheckpointNotFoundError, DtckptError
 from dtckpt.storage.commit import commit_target_of
+from dtckpt.storage.disk_usage import DiskUsage, disk_usage
 from dtckpt.storage.location import Location
 
 NUM_THREADS = 8
@@ -34,6 +38,8 @@ class SurveyedCheckpoint:
         metrics: The metrics that it was saved with.
         is_rolled_back: Whether the run went back to an older step, and has saved since.
         damage: Why it cannot be opened; empty if it can.
+        reuses: Whether it was saved with chunks of an earlier checkpoint.
+        usage: Its disk space, measured where checkpoints of a directory share files; None elsewhere.
     """
 
     name: str
@@ -45,6 +51,8 @@ class SurveyedCheckpoint:
     metrics: Mapping[str, float]
     is_rolled_back: bool = False
     damage: str = ""
+    reuses: bool = False
+    usage: DiskUsage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,7 @@ def survey(where: Location, *, min_age_s: float, now: float) -> Survey:
             with open_checkpoint(where / name) as checkpoint:
                 facts["nbytes"] = sum(info.nbytes for info in checkpoint.tensors.values())
                 facts["num_tensors"] = len(checkpoint.tensors)
+                facts["reuses"] = checkpoint.format == KIND and bool(checkpoint.manifest.origins)
         except CheckpointNotFoundError:
             return None
         except DtckptError as error:
@@ -126,6 +135,9 @@ def survey(where: Location, *, min_age_s: float, now: float) -> Survey:
     names = sorted(name for name in root.names() if not name.startswith("."))
     with Pool(NUM_THREADS, "dtckpt-survey") as pool:
         found = [each for each in pool.map(look, names) if each is not None]
+        # A look at every file takes long, so only where there is something to be told.
+        if any(each.reuses for each in found):
+            found = list(pool.map(_measured, found))
     leftovers = tuple(root.leftovers(min_age_s=min_age_s, now=now))
     if not found and not leftovers and _is_checkpoint(where):
         raise CheckpointNotFoundError(
@@ -133,6 +145,13 @@ def survey(where: Location, *, min_age_s: float, now: float) -> Survey:
         )
     found.sort(key=lambda each: (each.step is None, each.step or 0, each.name))
     return Survey(root, folders, saved, tuple(found), leftovers)
+
+
+def _measured(each: SurveyedCheckpoint) -> SurveyedCheckpoint:
+    if isinstance(each.where, Path):
+        with suppress(OSError):  # it is removed meanwhile
+            return replace(each, usage=disk_usage(each.where))
+    return each
 
 
 def _is_committed(where: Location) -> bool:

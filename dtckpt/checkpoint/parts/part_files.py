@@ -14,7 +14,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
@@ -131,8 +131,7 @@ class _BoxRead:
         """The digest of the box of another save that the memory holds, if changes from there could be applied."""
         held, content = self.held, self.content
         can_change = self.target.dtype == self.dtype and self.dtype.itemsize in WORDS and content.digest is not None
-        is_same_box = held is not None and (held.tensor, held.region) == (content.tensor, content.region)
-        return held.digest if held is not None and is_same_box and can_change else None
+        return held.digest if held is not None and held.is_same_box(content) and can_change else None
 
     @property
     def is_verified(self) -> bool:
@@ -174,6 +173,7 @@ class PartFiles(CheckpointFiles):
     Attributes:
         boxes: By client, the boxes of its pieces that were read or held, but for whole pieces; empty without ``held``.
         tags: The layout tags of the tensors.
+        taken: Tensors of which bytes were taken, here or by clients that read them together with this one.
     """
 
     refused: Mapping[str, DtckptError] = {}
@@ -200,6 +200,7 @@ class PartFiles(CheckpointFiles):
         self.traffic = PartTraffic()
         self.boxes: dict[int, set[Box]] = defaultdict(set)
         self._held = held
+        self.taken: set[str] = set()
         self._asked: set[str] = set()
         """Tensors that clients would read together, unless they hold them."""
         self._digests: dict[Box, int] = {}
@@ -265,7 +266,7 @@ class PartFiles(CheckpointFiles):
         max_in_flight: int | None,
         count: Callable[[int], object],
     ) -> int:
-        self._validate_held()
+        self._validate_lease()
         if self._held is not None and not self.traffic.has_begun:
             self._held.begin()
         self.traffic.has_begun = True
@@ -292,11 +293,21 @@ class PartFiles(CheckpointFiles):
             except BaseException as error:
                 # After a failure nothing may go on writing into the caller's memory.
                 pool.shutdown(cancel_futures=True)
-                if isinstance(error, DtckptError):
-                    self._validate_held()  # says more: memory that was freed has other elements
+                # The error of a lease says more than other errors of ours: memory that was freed has other elements.
+                with nullcontext() if isinstance(error, DtckptError) else suppress(DtckptError):
+                    self._validate_lease()
                 raise
-        self._validate_held()
+        self._validate_lease()
         return total
+
+    def _validate_lease(self) -> None:
+        """Check that the parts were not freed. Else boxes without digests may have come from other elements."""
+        try:
+            self._validate_held()
+        except DtckptError:
+            if self._held is not None:
+                self._held.clear()
+            raise
 
     def _reads(self, requests: Iterable[tuple[str, RegionBuffers]]) -> Iterator[_BoxRead]:
         for name, buffers in requests:
@@ -321,12 +332,15 @@ class PartFiles(CheckpointFiles):
         self, name: str, region: Region, buffer: np.ndarray[Any, Any]
     ) -> Iterator[tuple[BoxContent, np.ndarray[Any, Any]]]:
         """Yield the boxes of pieces that make a region of a tensor, each with its part of the region's memory."""
-        for piece in self.index.tensors[name].pieces:
+        tensor = self.index.tensors[name]
+        for piece in tensor.pieces:
             common = piece.region.intersect(region)
             if common is not None:
                 client, number = self._numbers[name, piece.region]
                 of_piece = self.indexes[client].pieces[number].digest
-                content = BoxContent(name, common, self._digests.get((name, common)), piece.region, of_piece)
+                content = BoxContent(
+                    name, common, tensor.dtype, self._digests.get((name, common)), piece.region, of_piece
+                )
                 yield content, cut(buffer, common.relative_to(region).slices())
 
     def is_held(self, name: str, buffers: RegionBuffers) -> bool:
@@ -337,11 +351,20 @@ class PartFiles(CheckpointFiles):
             return False
         return all(held.has(memory, content) for each in buffers for content, memory in self._contents(name, *each))
 
+    def has_elements(self, name: str, buffers: RegionBuffers) -> bool:
+        """As `Checkpoint.has_elements`."""
+        return all(
+            memory.dtype == DTYPES[self.index.tensors[name].dtype] and _has_content(content, memory)
+            for each in buffers
+            for content, memory in self._contents(name, *each)
+        )
+
     def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:
         """As `Checkpoint.note_filled`."""
         if self._held is None:
             return
         for name, buffers in tensors:
+            self.taken.add(name)
             for each in buffers:
                 for content, memory in self._contents(name, *each):
                     self._held.note(memory, content)
@@ -349,8 +372,9 @@ class PartFiles(CheckpointFiles):
 
     def _digest_of(self, name: str) -> int:
         """Return a digest of all pieces of a tensor."""
-        regions = (piece.region for piece in self.index.tensors[name].pieces)
-        return bytes_digest(repr([(each, self._digests[name, each]) for each in regions]).encode())
+        tensor = self.index.tensors[name]
+        pieces = [(piece.region, self._digests[name, piece.region]) for piece in tensor.pieces]
+        return bytes_digest(repr((tensor.dtype, pieces)).encode())
 
     def _place_here(self, name: str, region: Region) -> tuple[int, int] | None:
         """Return where this host has a piece: the client whose part or near copy it is, and its number there."""
@@ -440,6 +464,7 @@ class PartFiles(CheckpointFiles):
             else:
                 self.traffic.by_host[host] = self.traffic.by_host.get(host, 0) + nbytes
             for read in batch:
+                self.taken.add(read.content.tensor)
                 if read.content.digest is None:
                     self.traffic.verified_at_source += read.nbytes
                 else:
@@ -527,16 +552,26 @@ class PartCheckpoint(Checkpoint):
         return self.parts.is_held(name, buffers)
 
     @override
+    def has_taken(self, name: str) -> bool:
+        return name in self.parts.taken
+
+    @override
+    def has_elements(self, name: str, buffers: RegionBuffers) -> bool:
+        return self.parts.has_elements(name, buffers)
+
+    @override
     def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:
         self.parts.note_filled(tensors)
 
 
 def _has_digest(read: _BoxRead) -> bool:
     """Whether the memory of a read has the elements that the read would bring; not known of converted elements."""
-    content = read.content
-    if read.target.dtype != read.dtype or content.digest is None:
-        return False
-    return piece_digest(content.tensor, content.region, read.target) == content.digest
+    return read.target.dtype == read.dtype and _has_content(read.content, read.target)
+
+
+def _has_content(content: BoxContent, memory: np.ndarray[Any, Any]) -> bool:
+    """Whether memory of a box has its elements; not known if it has no digest."""
+    return content.digest is not None and piece_digest(content.tensor, content.region, memory) == content.digest
 
 
 def _united_tree(indexes: Mapping[int, PartIndex]) -> trees.Node:

@@ -598,7 +598,7 @@ def _changes(part: OpenPart, number: int, box: Region, bases: Sequence[OpenPart]
 def _elements(part: OpenPart, number: int, box: Region) -> _Elements | _FileRange:
     """Return the elements of a box for an answer, unverified: the receiver has their digest."""
     elements = part.view(number, box)
-    if elements.flags.c_contiguous:
+    if elements.flags.c_contiguous and part.path is not None:
         return _FileRange(part.path, part.offset(elements), elements.nbytes)
     return _Elements(elements)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,10 +33,11 @@ class ArrayInfo(TensorInfo):
     """A tensor that is stored as one array, which has an entry in the manifest."""
 
     entry: ArrayEntry
+    origins: Sequence[str] = ()
 
     @classmethod
-    def of(cls, entry: ArrayEntry) -> ArrayInfo:
-        """Return the facts about the array of an entry."""
+    def of(cls, entry: ArrayEntry, origins: Sequence[str] = ()) -> ArrayInfo:
+        """Return the facts about the array of an entry; ``origins`` as in the manifest."""
         return cls(
             name=entry.name,
             shape=entry.shape,
@@ -45,6 +47,7 @@ class ArrayInfo(TensorInfo):
             nbytes=entry.stored_nbytes,
             content_digest=entry.content,
             entry=entry,
+            origins=origins,
         )
 
     @property
@@ -56,10 +59,24 @@ class ArrayInfo(TensorInfo):
             if number not in entry.missing:
                 index = entry.grid.index(number)
                 key = "/".join([entry.path, "c", *map(str, index)])
-                chunks.append(
-                    ChunkInfo(entry.grid.region(index), key, int(entry.digests[number]), int(entry.writers[number]))
-                )
+                facts = entry.grid.region(index), key, int(entry.digests[number]), int(entry.writers[number])
+                chunks.append(ChunkInfo(*facts, self._origin(number)))
         return chunks
+
+    def _origin(self, number: int) -> str | None:
+        origin = 0 if self.entry.origins is None else int(self.entry.origins[number])
+        return self.origins[origin - 1] if origin else None
+
+    @property
+    @override
+    def origin_nbytes(self) -> Mapping[str, int]:
+        if self.entry.origins is None:
+            return {}
+        nbytes: Counter[str] = Counter()
+        for chunk in self.chunks:
+            if chunk.origin is not None:
+                nbytes[chunk.origin] += chunk.region.numel * self.entry.itemsize
+        return nbytes
 
     @property
     @override
@@ -154,7 +171,7 @@ class ManifestFiles(CheckpointFiles):
         return self.manifest.tree
 
     def _describe(self, name: str) -> TensorInfo:
-        return ArrayInfo.of(self.manifest.arrays[name])
+        return ArrayInfo.of(self.manifest.arrays[name], self.manifest.origins)
 
     @override
     def fingerprint(self) -> bytes:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 class ChunkInfo:
     """One stored chunk: the region it covers, its key below the store's root, its digest, the client that wrote it.
 
+    Its origin is the name of the earlier checkpoint that first wrote it; None if this checkpoint wrote it.
+
     In another library's checkpoint a chunk is a piece of the tensor in one file; its key is the file's name and the
     piece's first byte. Its digest and its writer are unknown.
     """
@@ -26,6 +28,7 @@ class ChunkInfo:
     key: str
     digest: int | None
     client: int | None
+    origin: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +105,11 @@ class TensorInfo(ABC):
     @abstractmethod
     def row_dim(self) -> int:
         """The dim whose rows a read takes with the fewest bytes that it does not need."""
+
+    @property
+    def origin_nbytes(self) -> Mapping[str, int]:
+        """Bytes of its chunks that the save took from earlier checkpoints, by the checkpoint that first wrote them."""
+        return {}
 
     @abstractmethod
     def read_nbytes(self, region: Region) -> int:

@@ -77,16 +77,17 @@ class Proposal:
         text, digest = described(state.specs, state.values) if len(clients) > 1 else (b"", 0)
         return cls(state, options, text, digest, _latest_union(digest) or _plan_if_same(state, clients, options))
 
-    def summary(self, path: str = "", token: str = "") -> Summary:
+    def summary(self, path: str = "", token: str = "", base: int = 0) -> Summary:
         """Return the client's vote.
 
         Args:
             path: The target's path.
             token: The attempt's token, from the leader.
+            base: The identity of the save's base, as this client sees it; 0: it sees none.
         """
         # Everything else in the options must be equal: it decides what the clients write.
         options = replace(self.options, progress=False)  # one client alone may show its progress
-        return Summary.of(path, token, self.digest, self.state.tree, options, unions=tuple(_kept))
+        return Summary.of(path, token, self.digest, self.state.tree, options, unions=tuple(_kept), base=base)
 
     def staged_by(self, stage: Stage) -> Proposal:
         """Stage the state as planned; keep an error for this client's next round."""
@@ -108,6 +109,7 @@ class Summary:
         tree: Digest of the tree's structure and plain values.
         options: Digest of the options.
         unions: The unions of different descriptions that the client has planned before, by their keys.
+        base: The identity of the save's base; 0: none.
     """
 
     path: str
@@ -117,10 +119,19 @@ class Summary:
     tree: int
     options: int
     unions: tuple[int, ...]
+    base: int = 0
 
     @classmethod
     def of(
-        cls, path: str, token: str, description: int, tree: bytes, options: object, *, unions: tuple[int, ...] = ()
+        cls,
+        path: str,
+        token: str,
+        description: int,
+        tree: bytes,
+        options: object,
+        *,
+        unions: tuple[int, ...] = (),
+        base: int = 0,
     ) -> Summary:
         """Summarise a client's side of a save."""
         text = path.encode("utf-8", "backslashreplace")
@@ -133,6 +144,7 @@ class Summary:
             tree=bytes_digest(tree),
             options=bytes_digest(repr(options).encode()),
             unions=unions,
+            base=base,
         )
 
     def to_bytes(self) -> bytes:
@@ -156,6 +168,7 @@ class Agreement:
         trees: Digest of a tree -> the clients that have this tree, ascending.
         union: The key of the union of the descriptions.
         is_known: Whether all clients have planned this union before.
+        base: The identity of the base that all clients see; 0 if they see none, or different ones.
     """
 
     token: str
@@ -163,6 +176,7 @@ class Agreement:
     trees: Mapping[int, tuple[int, ...]]
     union: int
     is_known: bool
+    base: int = 0
 
     @property
     def is_same(self) -> bool:
@@ -200,7 +214,8 @@ class Agreement:
         # Clients that hold the same things write other chunks under other options.
         union = bytes_digest(repr((first.options, sorted(descriptions.items()))).encode())
         is_known = all(union in summary.unions for summary in summaries.values())
-        return cls(first.token, descriptions, trees, union, is_known)
+        bases = {summary.base for summary in summaries.values()}
+        return cls(first.token, descriptions, trees, union, is_known, bases.pop() if len(bases) == 1 else 0)
 
 
 # --- all clients ------------------------------------------------------------------------------------------------------

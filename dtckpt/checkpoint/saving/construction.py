@@ -21,6 +21,7 @@ from types import MappingProxyType
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.saving.merge import merge_clients, remove_working_files
 from dtckpt.checkpoint.saving.plan import SavePlan
+from dtckpt.checkpoint.saving.reuse import Base
 from dtckpt.errors import CheckpointError
 from dtckpt.format.manifest import Costs, Manifest
 from dtckpt.storage.commit_target import CommitAttempt, CommitTarget
@@ -169,6 +170,7 @@ class Merge:
         costs: Cost of each client's phases.
         contents: As for `merge_clients`.
         document_writers: As for `merge_clients`.
+        base: As for `merge_clients`.
     """
 
     plan: SavePlan
@@ -179,6 +181,7 @@ class Merge:
     costs: Costs = field(default_factory=dict)
     contents: Mapping[str, int] = field(default_factory=dict)
     document_writers: Sequence[int] | None = None
+    base: Base | None = None
 
     def run(self, attempt: CommitAttempt, options: SaveOptions) -> None:
         """Merge the parts, and write the manifest. Called by the leader. Raises: As `merge_clients`."""
@@ -201,4 +204,5 @@ class Merge:
             is_durable=options.fsync,
             contents=self.contents,
             document_writers=self.document_writers,
+            base=self.base,
         )

@@ -1,4 +1,4 @@
-"""Digest the chunks that a client writes, in a thread beside the writing: while storage works, cores are idle."""
+"""Digest the chunks that a client writes, in threads beside the writing: while storage works, cores are idle."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from dtckpt.checkpoint.saving.plan import TensorPlan
 from dtckpt.comm.background_threads import Pool
 from dtckpt.format.content import content_share
-from dtckpt.format.digest import Blocks, digest_chunk
+from dtckpt.format.digest import Blocks, identify_chunk
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
 
@@ -28,8 +28,34 @@ WAITING_NBYTES = 32 << 20
 GATHERED_NBYTES = 128 << 10
 """A tensor of at most so many bytes is put together from its chunks before its content is digested, if the rows of
 chunks are shorter than the tensor's rows. A call for each chunk would take longer than its elements."""
+_NUM_THREADS = 2
+"""One thread alone, at its low priority, has digests left when storage is done: without fsync that took a fifth of a
+save."""
 _NICENESS = 5
-"""Of the digests' thread: writing goes first, so that storage gets the chunks early, and digests fill its waits."""
+"""Of the digests' threads: writing goes first, so that storage gets the chunks early, and digests fill its waits."""
+
+
+class ChunkDigests(NamedTuple):
+    """The digests of one chunk; see `dtckpt.format.digest` and `dtckpt.format.content`.
+
+    Args:
+        digest: The chunk's digest.
+        blocks: The digests of its blocks, if it has several.
+        identity: Its identity.
+        content: Its share in the tensor's content.
+    """
+
+    digest: int
+    blocks: list[int]
+    identity: int
+    content: int = 0
+
+    @classmethod
+    def of(cls, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any], *, with_content: bool) -> ChunkDigests:
+        """Digest the elements of a chunk, in the stored dtype."""
+        (index, region), itemsize = plan.grid.chunk(number), DTYPES[plan.spec.stored_dtype].itemsize
+        facts = identify_chunk(plan.spec.name, index, elements, Blocks.of(plan.grid, itemsize))
+        return cls(*facts, content_share(elements, plan.grid.shape, region) if with_content else 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -38,11 +64,13 @@ class TensorDigests:
 
     Args:
         chunks: Digest by chunk number, ascending.
+        identities: Identity by chunk number, in the same order.
         blocks_of: Digests of the blocks, by number of a chunk that has several.
         content: The chunks' share in the tensor's content.
     """
 
     chunks: dict[int, int] = field(default_factory=dict)
+    identities: dict[int, int] = field(default_factory=dict)
     blocks_of: dict[int, list[int]] = field(default_factory=dict)
     content: int = 0
 
@@ -51,12 +79,12 @@ class TensorDigests:
         """Digests of the blocks of all chunks that have several, in the order of the chunks."""
         return [digest for _, blocks in sorted(self.blocks_of.items()) for digest in blocks]
 
-    def put(self, number: int, digests: _ChunkResult) -> None:
+    def put(self, number: int, digests: ChunkDigests) -> None:
         """Add the digests of one chunk."""
-        self.chunks[number], blocks, content = digests
-        if blocks:
-            self.blocks_of[number] = blocks
-        self.content ^= content
+        self.chunks[number], self.identities[number] = digests.digest, digests.identity
+        if digests.blocks:
+            self.blocks_of[number] = digests.blocks
+        self.content ^= digests.content
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +100,6 @@ class _Gathered:
         return content_share(self.elements, self.elements.shape, Region.full(self.elements.shape))
 
 
-_ChunkResult = tuple[int, list[int], int]
 _Result = TypeVar("_Result")
 
 
@@ -80,16 +107,16 @@ class ChunkDigester:
     """Digests all chunks that a client writes, and their content.
 
     Args:
-        thread: The pool of one thread that digests large chunks; None: the caller's thread digests all.
+        threads: The pool that digests large chunks; None: the caller's thread digests all.
         with_content: Whether to digest the content, too.
     """
 
-    def __init__(self, thread: Pool | None, *, with_content: bool) -> None:
-        self._thread = thread
+    def __init__(self, threads: Pool | None, *, with_content: bool) -> None:
+        self._threads = threads
         self._with_content = with_content
         self._results: dict[int, TensorDigests] = {}
-        self._pending: list[tuple[TensorDigests, int, Future[_ChunkResult]]] = []
-        self._waiting: deque[tuple[Future[_ChunkResult], int]] = deque()
+        self._pending: list[tuple[TensorDigests, int, Future[ChunkDigests]]] = []
+        self._waiting: deque[tuple[Future[ChunkDigests], int]] = deque()
         self._waiting_nbytes = 0
         self._gathered: _Gathered | None = None
         self._lock = threading.Lock()
@@ -109,19 +136,24 @@ class ChunkDigester:
             is_kept: Whether the elements stay in memory in any case; see `TensorStoreWriter.write`.
         """
         result = self._results.get(position) or self._results.setdefault(position, TensorDigests())
-        if self._thread is None or elements.nbytes < MIN_NBYTES:
+        if self._threads is None or elements.nbytes < MIN_NBYTES:
             is_gathered = self._with_content and _is_gathered(plan)
-            result.put(number, self._digest(plan, number, elements, with_content=not is_gathered))
+            with_content = self._with_content and not is_gathered
+            result.put(number, ChunkDigests.of(plan, number, elements, with_content=with_content))
             if is_gathered:
                 self._gather(position, plan, number, elements)
             return
-        result.chunks[number] = 0  # chunks stay in their order, whatever the order of the results
-        future = self._thread.submit(self._digest, plan, number, elements, with_content=self._with_content)
+        result.chunks[number] = result.identities[number] = 0  # in their order, whatever the order of the results
+        future = self._threads.submit(ChunkDigests.of, plan, number, elements, with_content=self._with_content)
         self._pending.append((result, number, future))
         if not is_kept:
             self._bound(future, elements.nbytes)
 
-    def _bound(self, future: Future[_ChunkResult], nbytes: int) -> None:
+    def put(self, position: int, number: int, digests: ChunkDigests) -> None:
+        """Add the digests of a chunk that was digested before; as `add`, in the order of the chunks."""
+        self._results.setdefault(position, TensorDigests()).put(number, digests)
+
+    def _bound(self, future: Future[ChunkDigests], nbytes: int) -> None:
         """Wait for the oldest digests, so that not too many bytes stay in memory for their digests alone."""
         self._waiting.append((future, nbytes))
         self._waiting_nbytes += nbytes
@@ -141,16 +173,9 @@ class ChunkDigester:
         if gathered is not None:
             self._results[gathered.position].content ^= gathered.content
 
-    def _digest(
-        self, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any], *, with_content: bool
-    ) -> _ChunkResult:
-        (index, region), itemsize = plan.grid.chunk(number), DTYPES[plan.spec.stored_dtype].itemsize
-        digest, blocks = digest_chunk(plan.spec.name, index, elements, Blocks.of(plan.grid, itemsize))
-        return digest, blocks, content_share(elements, plan.grid.shape, region) if with_content else 0
-
     def then(self, work: Callable[[], _Result]) -> Callable[[], _Result]:
         """Run work after all chunks that were added so far; return a function that waits for its result."""
-        return self._thread.submit(work).result if self._thread else work
+        return self._threads.submit(work).result if self._threads else work
 
     def results(self) -> dict[int, TensorDigests]:
         """Wait for all digests, and return them by index of the tensor. Thread-safe."""
@@ -170,16 +195,16 @@ def _is_gathered(plan: TensorPlan) -> bool:
 
 
 @contextmanager
-def chunk_digester(*, has_thread: bool, with_content: bool) -> Iterator[ChunkDigester]:
-    """Open a digester, for a context. With ``has_thread`` it digests large chunks in a separate thread."""
-    if not has_thread:
+def chunk_digester(*, has_threads: bool, with_content: bool) -> Iterator[ChunkDigester]:
+    """Open a digester, for a context. With ``has_threads`` it digests large chunks in separate threads."""
+    if not has_threads:
         yield ChunkDigester(None, with_content=with_content)
         return
-    with Pool(1, "dtckpt-digests", _step_back) as thread:
+    with Pool(_NUM_THREADS, "dtckpt-digests", _step_back) as threads:
         try:
-            yield ChunkDigester(thread, with_content=with_content)
+            yield ChunkDigester(threads, with_content=with_content)
         except BaseException:
-            thread.shutdown(wait=True, cancel_futures=True)
+            threads.shutdown(wait=True, cancel_futures=True)
             raise
 
 

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import pairwise
+from functools import cached_property, partial
+from itertools import groupby, pairwise
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.gc_pause import gc_paused
-from dtckpt.checkpoint.saving.plan import NO_CLIENT, CopyRule, SavePlan
+from dtckpt.checkpoint.saving.plan import NO_CLIENT, CopyRule, SavePlan, TensorPlan
 from dtckpt.checkpoint.saving.replica_check import log_differing, mismatch_error
+from dtckpt.checkpoint.saving.reuse import Base
 from dtckpt.checkpoint.saving.union import PARTS_CURE
 from dtckpt.checkpoint.saving.write import CHUNKS_NAME, EDGES_PREFIX, documents_of_share, plan_documents
 from dtckpt.comm.background_threads import begin
@@ -30,7 +33,16 @@ from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, ArrayKind, Manifes
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_folder import LocalFolder
-from dtckpt.storage.zarr_tensorstore import DATABASE_NAME, client_folder, key_of, merge, sync_merged
+from dtckpt.storage.reused_chunks import validate_reused
+from dtckpt.storage.zarr_tensorstore import (
+    DATABASE_NAME,
+    KeyRange,
+    chunk_range,
+    client_folder,
+    key_of,
+    merge,
+    sync_merged,
+)
 
 VALUES_CURE = (
     "wrap what differs by client in dtckpt.PerClient; SaveOptions(check_replicas={pattern: False}) saves the lowest "
@@ -48,6 +60,7 @@ def merge_clients(
     is_durable: bool,
     contents: Mapping[str, int] = MappingProxyType({}),
     document_writers: Sequence[int] | None = None,
+    base: Base | None = None,
 ) -> Manifest:
     """Merge the clients' stores and chunk lists, and write the manifest. Called by the leader.
 
@@ -59,6 +72,7 @@ def merge_clients(
         is_durable: Whether to fsync.
         contents: Content digests, by name, that the stored tensors must have, besides the digests in the plan.
         document_writers: The clients that shared the writing of the documents; default: all.
+        base: The checkpoint that has the chunks that the clients did not write.
 
     Returns:
         The complete manifest, as written.
@@ -71,10 +85,19 @@ def merge_clients(
     clients = sorted(announced)
     writers = clients if document_writers is None else document_writers
     keys = _last_keys(plan, clients, writers, raw_bits=manifest.raw_bits)
-    with _beside(partial(merge, manifest.kvstore, root, keys), is_slow=not isinstance(root, LocalFolder)):
+    lists = _ChunkLists(plan, root, announced)
+    reused = partial(_reused_keys, plan, lists) if base is not None else tuple
+    work = partial(merge, manifest.kvstore, root, keys, reused)
+    with _beside(work, is_slow=not isinstance(root, LocalFolder)):
         with gc_paused():
-            entries = {entry.name: entry for entry in _entries(plan, root, announced, contents)}
-            complete = manifest.with_arrays(entries, plan_documents(plan, raw_bits=manifest.raw_bits)[1])
+            origins = _Origins(plan, lists, base)
+            entries = {entry.name: entry for entry in _entries(plan, lists, contents, origins)}
+            documents = plan_documents(plan, raw_bits=manifest.raw_bits)[1]
+            complete = manifest.with_arrays(entries, documents, tuple(origins.names))
+        if base is not None:
+            # The manifest is the promise that nothing is missing; what no client wrote is looked for before it.
+            chunks = ((item, item.grid.index(number)) for item, number in _chunks_at(plan, lists.reused))
+            validate_reused(manifest.kvstore, root, base.folder, chunks)
         with translate_errors("write the manifest", root):
             root.write(MANIFEST_NAME, complete.to_bytes())
     if is_durable:
@@ -100,6 +123,103 @@ def _beside(work: Callable[[], object], *, is_slow: bool) -> Iterator[None]:
         done.result()
 
 
+class _ChunkLists:
+    """The chunk lists of all clients, read when they are first asked for.
+
+    Args:
+        plan: The plan of the save.
+        root: The folder under construction.
+        announced: Digest of every client's chunk list, by client.
+    """
+
+    def __init__(self, plan: SavePlan, root: Folder, announced: Mapping[int, int]) -> None:
+        self._plan, self._root, self._announced = plan, root, announced
+
+    @cached_property
+    def by_client(self) -> Mapping[int, checkpoint_pb2.ClientChunks]:
+        """The lists. Raises: CheckpointCorruptError: A client did not write as planned."""
+        plan, announced = self._plan, sorted(self._announced.items())
+        owners = set(np.unique(plan.owners).tolist())
+        if absent := sorted(owners - {NO_CLIENT} - set(self._announced)):
+            raise CheckpointCorruptError(f"clients {capped(absent)} wrote nothing; nothing was committed, save again")
+        lists = self._root.read_all(f"{client_folder(client)}/{CHUNKS_NAME}" for client, _ in announced)
+        found = {}
+        for client, expected in announced:
+            found[client] = each = _chunk_list(lists, self._root / client_folder(client), client, expected)
+            count = plan.chunks_of(client).size
+            # A worker of an earlier version, whose part is taken up again, left no identities.
+            if each.plan != plan.topic or len(each.digests) != count or len(each.identities) not in (0, count):
+                raise CheckpointCorruptError(
+                    f"client {client} did not write as planned; nothing was committed, save again"
+                )
+        return found
+
+    @cached_property
+    def reused(self) -> npt.NDArray[np.bool_]:
+        """For each chunk of all tensors, whether its client left it to the base. Raises: As `by_client`."""
+        reused = np.zeros(self._plan.owners.size, bool)
+        for client, each in self.by_client.items():
+            if each.reused:
+                chunks = self._plan.chunks_of(client)
+                reused[chunks] = np.unpackbits(np.frombuffer(each.reused, np.uint8), count=chunks.size).astype(bool)
+        return reused
+
+
+def _chunks_at(plan: SavePlan, mask: npt.NDArray[np.bool_]) -> Iterator[tuple[TensorPlan, int]]:
+    """Yield the chunks of a plan that a mask over all of them has: the tensor, and the number of its chunk."""
+    chunks = np.flatnonzero(mask)
+    tensors = plan.tensors_at(chunks)
+    for index, number in zip(tensors.tolist(), (chunks - plan.starts[tensors]).tolist(), strict=True):
+        yield plan.tensors[index], number
+
+
+def _reused_keys(plan: SavePlan, lists: _ChunkLists) -> Iterator[KeyRange]:
+    """Yield the ranges of the keys of the chunks that the base has: one range where it has all chunks of a tensor."""
+    for item, numbers in groupby(_chunks_at(plan, lists.reused), key=itemgetter(0)):
+        found = [number for _, number in numbers]
+        if len(found) == item.grid.num_chunks:
+            yield chunk_range(item, None)
+        else:
+            yield from (chunk_range(item, item.grid.index(number)) for number in found)
+
+
+class _Origins:
+    """The checkpoints that first wrote the chunks of a save.
+
+    Args:
+        plan: The plan of the save.
+        lists: The chunk lists.
+        base: The save's base.
+
+    Attributes:
+        names: Their names, in the order of first use.
+    """
+
+    def __init__(self, plan: SavePlan, lists: _ChunkLists, base: Base | None) -> None:
+        self._plan, self._lists, self._base = plan, lists, base
+        self.names: dict[str, int] = {}
+
+    def of(self, item: TensorPlan, bounds: tuple[int, int]) -> npt.NDArray[np.int32] | None:
+        """Return the origins of a tensor's chunks, for its entry in the manifest.
+
+        Args:
+            item: The tensor.
+            bounds: The numbers of its chunks among all: the first, and the one behind the last.
+        """
+        reused = self._lists.reused[slice(*bounds)]
+        if not reused.any():
+            return None
+        entry = None if self._base is None else self._base.manifest.arrays.get(item.name)
+        if self._base is None or entry is None or entry.grid != item.grid:
+            raise CheckpointCorruptError(
+                f"chunks of tensor {item.name!r} were left to a base that lacks them; nothing was committed, save again"
+            )
+        origins = np.zeros(reused.size, np.int32)
+        for number in np.flatnonzero(reused).tolist():
+            origins[number] = self.names.setdefault(self._base.origin(entry, number), len(self.names) + 1)
+        return origins
+
+
 def _last_keys(
     plan: SavePlan, clients: Sequence[int], document_writers: Sequence[int], *, raw_bits: bool
 ) -> dict[int, str]:
@@ -116,24 +236,22 @@ def _last_keys(
 
 
 def _entries(
-    plan: SavePlan, root: Folder, announced: Mapping[int, int], expected_contents: Mapping[str, int]
+    plan: SavePlan, lists: _ChunkLists, expected_contents: Mapping[str, int], origins: _Origins
 ) -> Iterator[ArrayEntry]:
     """Yield the manifest's entry of every tensor, from the plan and the clients' chunk lists."""
-    owners = set(np.unique(plan.owners).tolist())
-    if absent := sorted(owners - {NO_CLIENT} - set(announced)):
-        raise CheckpointCorruptError(f"clients {capped(absent)} wrote nothing; nothing was committed, save again")
     digests = np.zeros(plan.owners.size, np.uint64)
+    identities = np.zeros(plan.owners.size, np.uint64)
     contents = np.zeros(len(plan.tensors), np.uint64)
-    has_content = True
+    has_content = has_identities = True
     copies: dict[tuple[int, int], dict[int, list[int]]] = {}
-    lists = root.read_all(f"{client_folder(client)}/{CHUNKS_NAME}" for client in sorted(announced))
-    for client, expected in sorted(announced.items()):
-        chunk_list = _chunk_list(lists, root / client_folder(client), client, expected)
+    for client, chunk_list in lists.by_client.items():
         chunks = plan.chunks_of(client)
         tensors = np.unique(plan.tensors_at(chunks))
-        if chunk_list.plan != plan.topic or len(chunk_list.digests) != chunks.size:
-            raise CheckpointCorruptError(f"client {client} did not write as planned; nothing was committed, save again")
         digests[chunks] = np.array(chunk_list.digests, np.uint64)
+        if len(chunk_list.identities) == chunks.size:
+            identities[chunks] = np.array(chunk_list.identities, np.uint64)
+        else:
+            has_identities = False
         if len(chunk_list.contents) == tensors.size:
             # A tensor's content is the exclusive or of the shares of its chunks; their writers do not matter.
             contents[tensors] ^= np.array(chunk_list.contents, np.uint64)
@@ -143,6 +261,7 @@ def _entries(
             copies.setdefault((copy.tensor, copy.box), {}).setdefault(copy.digest, []).append(client)
     _validate_copies(plan, copies)
     kinds: dict[tuple[Any, ...], ArrayKind] = {}
+    has_missing = bool((plan.owners == NO_CLIENT).any())
     for item, bounds, share in zip(plan.tensors, pairwise(plan.starts.tolist()), contents.tolist(), strict=True):
         itemsize = DTYPES[item.spec.stored_dtype].itemsize
         content = content_digest(share, item.grid.shape, itemsize) if has_content else None
@@ -152,14 +271,16 @@ def _entries(
                 f"tensor {item.spec.name!r} would get other elements; got content {content:016x}, expected "
                 f"{must:016x}; nothing was committed"
             )
-        missing = frozenset(item.missing if NO_CLIENT in owners else ())
+        missing = frozenset(item.missing if has_missing else ())
         spec = item.spec
         facts = spec.dtype, spec.stored_dtype, item.grid, item.owners.tobytes(), spec.layout, missing, spec.codec
         # Most tensors of a model are like others; the manifest describes each kind once.
         kind = kinds.get(facts)
         if kind is None:
             kind = kinds[facts] = ArrayKind(*facts[:3], item.owners, *facts[4:])
-        yield ArrayEntry(spec.name, item.path, kind, digests[slice(*bounds)], content)
+        own = slice(*bounds)
+        identity = identities[own] if has_identities else None
+        yield ArrayEntry(spec.name, item.path, kind, digests[own], content, identity, origins.of(item, bounds))
 
 
 def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[int, Sequence[int]]]) -> None:

@@ -19,13 +19,20 @@ class SaveReport:
         nbytes: Bytes of tensor data in it, from all clients.
         phases: Cost of each phase on this client, by name: ``plan``, ``edges``, ``write`` (with digests), ``merge`` (on
             the leader, with the commit), and ``barrier`` (the wait for the others). In ``edges`` clients hand over
-            pieces of chunks that several clients' shards share, where there are such chunks. No other phase includes
-            the wait.
+            pieces of chunks that several clients' shards share, where there are such chunks. In ``compare`` a save with
+            a base digests what looks unchanged. No other phase includes the wait.
+        nbytes_reused: Bytes of the tensor data that the save's base had already, so that no client wrote them.
     """
 
     path: Location
     nbytes: int
     phases: Mapping[str, PhaseCost]
+    nbytes_reused: int = 0
+
+    @property
+    def nbytes_written(self) -> int:
+        """Bytes of tensor data that the clients wrote."""
+        return self.nbytes - self.nbytes_reused
 
     @property
     def client_nbytes(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,16 +33,20 @@ from dtckpt.checkpoint.saving.construction import Construction, Merge, validate_
 from dtckpt.checkpoint.saving.plan import SavePlan
 from dtckpt.checkpoint.saving.replica_rules import validate_rules_used
 from dtckpt.checkpoint.saving.report import SaveReport
+from dtckpt.checkpoint.saving.reuse import NO_REUSE, Base, Reuse, find_reuse, open_base
 from dtckpt.checkpoint.saving.state import MemorySource, State, state_of_tree
 from dtckpt.checkpoint.saving.stored_dtypes import validate_all_used
-from dtckpt.checkpoint.saving.write import ClientWriter
+from dtckpt.checkpoint.saving.write import ClientWriter, stored_elements
 from dtckpt.checkpoint.timing import Written, find_slow
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
+from dtckpt.errors import CheckpointError, DtckptError
 from dtckpt.storage import commit
+from dtckpt.storage.commit_target import CommitAttempt
 from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.location import Location, location_of
+from dtckpt.storage.reused_chunks import drop_nodes
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
@@ -57,6 +61,7 @@ def save(
     options: SaveOptions | None = None,
     step: int | None = None,
     group: Group | None = None,
+    base: str | Location | None = None,
 ) -> SaveReport:
     """Save a state tree as the checkpoint at ``path``.
 
@@ -87,6 +92,9 @@ def save(
             on without them.
         group: The clients that save: a process group, or a sequence of client ids; default: all clients of the job.
             Groups without a common client may save at the same time, to different paths.
+        base: An earlier checkpoint of the same kind. Parts of tensors that have not changed since are shared with it,
+            by hard links or copies inside the store, and not written again. Both checkpoints stay whole, whichever is
+            removed. If it cannot serve as a base, a warning says why, and everything is written.
 
     Raises:
         CheckpointExistsError: There is something at the path; ``options.overwrite`` replaces a checkpoint.
@@ -120,6 +128,7 @@ def save(
         coordination=coordination,
         participants=participants,
         step=step,
+        base=base,
     )
 
 
@@ -131,6 +140,7 @@ def save_state(
     coordination: Coordination | None = None,
     participants: Sequence[int] | None = None,
     step: int | None = None,
+    base: str | Location | None = None,
 ) -> SaveReport:
     """Run the save protocol. Collective and errors: as `save`, over ``participants``.
 
@@ -141,10 +151,12 @@ def save_state(
         coordination: The connection to the other clients; default: this process's connection.
         participants: The clients that save; default: all of the job.
         step: Which save this is; see `save`.
+        base: See `save`.
     """
     options = options or SaveOptions()
     save_handle.wait_until_free(options.timeout_s)
-    attempt = SaveAttempt(path, collect, options, coordination or current_coordination(), participants, step=step)
+    coordination = coordination or current_coordination()
+    attempt = SaveAttempt(path, collect, options, coordination, participants, step=step, base=base)
     with attempt.collective.process_lock():
         return attempt.begin().complete()
 
@@ -165,6 +177,7 @@ class SaveAttempt:
         extra_files: Files, by name, that the leader adds to the checkpoint; ``collect`` may still change them.
         step: Which save this is; see `dtckpt.save`.
         follow_link: As for `location_of`.
+        base: See `dtckpt.save`.
     """
 
     def __init__(
@@ -179,6 +192,7 @@ class SaveAttempt:
         extra_files: Mapping[str, bytes] | None = None,
         step: int | None = None,
         follow_link: bool = True,
+        base: str | Location | None = None,
     ) -> None:
         self.collective = Collective(coordination, "save", options.timeout_s, participants)
         self._path = path
@@ -189,6 +203,9 @@ class SaveAttempt:
         self._extra_files = {} if extra_files is None else extra_files
         self._step = step
         self._follow_link = follow_link
+        self._base_path = base
+        self._base: Base | None = None
+        self._state: State | None = None
 
     def begin(self) -> BegunSave:
         """Plan, agree on the plan with the other clients, and stage.
@@ -213,13 +230,14 @@ class SaveAttempt:
             agreed = agree(
                 collective, lambda: self._propose(construction), self._copy, read, step=self._step, show=show
             )
+            agreed = self._shared(agreed, construction)
             plan, staged = agreed.plan, agreed.staged
             validate_all_used(tuple(rule[0] for rule in self._options.stored_dtypes), plan)
             validate_rules_used(self._options, plan)
             if isinstance(staged, Exception):
                 # The others are past their last round; they learn of the failure in their next one.
                 collective.run_round("edges" if plan.has_moves else "written", lambda: _fail(staged))
-            phases.expect("write", plan.loads.get(collective.client, 0))
+            phases.expect("write", plan.loads.get(collective.client, 0) - agreed.state.reuse.nbytes)
             return BegunSave(
                 path=self._path,
                 options=self._options,
@@ -228,6 +246,7 @@ class SaveAttempt:
                 collective=collective,
                 agreed=agreed,
                 construction=construction,
+                base=self._base,
             )
 
     def _propose(self, construction: Construction) -> tuple[Proposal, bytes]:
@@ -244,20 +263,84 @@ class SaveAttempt:
             # construction.
             validate_target(target, self._options, (spec.codec for spec in proposal.state.specs))
             token = construction.lead(self._member.attempt, self._member.incarnation)
-        return proposal, proposal.summary(str(target.where), token).to_bytes()
+        if self._base_path is not None:
+            self._state, self._base = proposal.state, self._open_base(self._base_path, construction.led)
+        base = 0 if self._base is None else self._base.identity
+        return proposal, proposal.summary(str(target.where), token, base).to_bytes()
+
+    def _open_base(self, path: str | Location, led: CommitAttempt | None) -> Base | None:
+        """Open the base; on the leader, also take what the merge needs of it. None if it cannot be a base."""
+        try:
+            base = open_base(location_of(path), self._options.kvstore)
+            if led is not None:
+                with translate_errors("share the database of the base {}", led.folder, path, is_read=True):
+                    if not base.chunks.share_nodes(led.folder):
+                        raise CheckpointError(f"storage at {led.folder} cannot copy files by itself")
+        except DtckptError as error:
+            if led is not None:
+                self._tell_written(error)
+                drop_nodes(led.folder)
+            return None
+        return base
+
+    def _tell_written(self, reason: object) -> None:
+        logger.warning("save of %s: nothing is reused of %s: %s", self._path, self._base_path, reason)
 
     def _copy(self, state: State, plan: SavePlan) -> State:
         """Stage the state while waiting for the others: the copy hides the wait.
 
         Without staging, other threads read the state later, on other streams; so the GPU work that fills it must have
-        ended.
+        ended. The chunks that the base has are found before the copy, unless elements must be copied to be looked at.
         """
-        if self._stage is not None:
-            with self.collective.phases.measure("stage"):
-                return self._stage(state, plan, self.collective)
         if isinstance(state.source, MemorySource):
             state.source.synchronize()
-        return state
+            if not state.source.is_elsewhere:
+                state = self._compared(state, plan)
+        if self._stage is not None:
+            with self.collective.phases.measure("stage"):
+                state = self._stage(state, plan, self.collective)
+        return self._compared(state, plan)
+
+    def _compared(self, state: State, plan: SavePlan) -> State:
+        """Find the chunks that the base has already; once."""
+        base, client = self._base, self.collective.client
+        if base is None or state.reuse is not NO_REUSE:
+            return state
+        fetch, with_content = partial(stored_elements, state.source), self._options.content_digest
+        with self.collective.phases.measure("compare"):
+            try:
+                return replace(state, reuse=find_reuse(plan, client, base, fetch, with_content=with_content))
+            except CheckpointError as error:
+                self._tell_written(error)
+                return replace(state, reuse=Reuse())
+
+    def _shared(self, agreed: Agreed, construction: Construction) -> Agreed:
+        """Share the base's files, now that all clients agree on the base; else stage all of the state.
+
+        The tensors have not changed yet: so the save loses nothing if the base is gone meanwhile.
+        """
+        base, state, self._state = self._base, self._state, None
+        if base is None or state is None or isinstance(agreed.staged, Exception):
+            return agreed
+        try:
+            if agreed.agreement.base == base.identity:
+                if agreed.staged.reuse.shared:
+                    with self.collective.phases.measure("compare"):
+                        attempt = construction.join(agreed.agreement.token)
+                        attempt.validate(self.collective.client)
+                        agreed.staged.reuse.share(base, attempt.folder)
+                return agreed
+            self._base = None
+            if construction.led is not None:
+                self._tell_written("the clients see different checkpoints there")
+                drop_nodes(construction.led.folder)
+        except CheckpointError as error:
+            self._tell_written(error)
+        try:
+            # An empty `Reuse` is a result, so nothing is compared again.
+            return replace(agreed, staged=self._copy(replace(state, reuse=Reuse()), agreed.plan))
+        except Exception as error:
+            return replace(agreed, staged=error)
 
 
 def _fail(error: Exception) -> None:
@@ -277,6 +360,7 @@ class BegunSave:
         collective: The operation, after its first round.
         agreed: The agreed plan, and this client's staged state.
         construction: The checkpoint under construction, on this client's side.
+        base: The base on which all clients have agreed, if any.
     """
 
     path: str | Location
@@ -286,6 +370,7 @@ class BegunSave:
     collective: Collective
     agreed: Agreed
     construction: Construction
+    base: Base | None = None
 
     @property
     def where(self) -> Location:
@@ -304,6 +389,7 @@ class BegunSave:
                 source=self.agreed.state.source,
                 options=self.options,
                 count=collective.phases.count,
+                reuse=self.agreed.state.reuse,
             )
             if plan.has_moves:
                 collective.run_round("edges", lambda: self._hand_over(writer))
@@ -311,7 +397,8 @@ class BegunSave:
             payloads = collective.run_round("written", lambda: self._write(writer), phase="write")
             collective.run_round("merged", lambda: self._commit(payloads), phase="merge")
             collective.phases.end()
-            return SaveReport(self.where, plan.nbytes, collective.phases.costs)
+            nbytes_reused = sum(Written.from_bytes(data).nbytes_reused for data in payloads.values())
+            return SaveReport(self.where, plan.nbytes, collective.phases.costs, nbytes_reused)
 
     def _hand_over(self, writer: ClientWriter) -> None:
         with self.construction.takeover_explained():
@@ -325,7 +412,7 @@ class BegunSave:
                 attempt = construction.join(agreement.token)
                 put_text(attempt, self.collective.client, TREE_NAME, agreement.trees, self.agreed.state.tree)
             digest = writer.write()
-        return Written(digest, self.collective.phases.costs).to_bytes()
+        return Written(digest, self.collective.phases.costs, self.agreed.state.reuse.nbytes).to_bytes()
 
     def _commit(self, payloads: Mapping[int, bytes]) -> None:
         """On the leader, make one checkpoint of all clients' parts; on the others, do nothing.
@@ -352,6 +439,7 @@ class BegunSave:
             num_clients=len(self.collective.participants),
             costs=costs,
             contents=contents,
+            base=self.base,
         )
         texts = ([DESCRIPTION_NAME] if agreement.needs_exchange else []) + [TREE_NAME] * (not agreement.is_same)
         construction.commit(merge, self.options, working_files=texts)

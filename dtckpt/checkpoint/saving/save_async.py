@@ -34,6 +34,7 @@ def save_async(
     options: SaveOptions | None = None,
     step: int | None = None,
     group: Group | None = None,
+    base: str | Location | None = None,
 ) -> SaveHandle:
     """Save a state tree in the background; return when it is copied to host memory and all clients agree on it.
 
@@ -57,6 +58,7 @@ def save_async(
         options: See `SaveOptions`.
         step: As for `dtckpt.save`.
         group: As for `dtckpt.save`.
+        base: As for `dtckpt.save`. Parts that have not changed are not copied to host memory, either.
 
     Raises:
         CoordinationError: The save in flight did not end in time.
@@ -83,6 +85,7 @@ def save_async(
         coordination=coordination,
         participants=participants,
         step=step,
+        base=base,
     )
 
 
@@ -97,6 +100,7 @@ def start_save(
     then: Callable[[SaveHandle], object] = lambda _: None,
     step: int | None = None,
     follow_link: bool = True,
+    base: str | Location | None = None,
 ) -> SaveHandle:
     """Run the save protocol, in the background after its first round. Collective and errors: as `save_async`.
 
@@ -110,6 +114,7 @@ def start_save(
         then: Called in the background when the save has ended, well or not.
         step: As for `dtckpt.save`.
         follow_link: Whether ``path`` may be a link to the place of the checkpoint.
+        base: As for `dtckpt.save`.
     """
     start = time.monotonic()
 
@@ -131,6 +136,7 @@ def start_save(
         extra_files=extra_files,
         step=step,
         follow_link=follow_link,
+        base=base,
     )
     with ExitStack() as stack:
         # First the turn: one block of staging memory serves one save at a time.

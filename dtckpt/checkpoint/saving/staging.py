@@ -73,7 +73,8 @@ class StagingMemory:
     ) -> State:
         """Copy the elements that a client will write; with ``with_copies``, digest every copy of a value that it holds.
 
-        Copies of values on a GPU are staged, to be digested later.
+        Chunks that the save's base has already are not copied. Copies of values on a GPU are staged, to be digested
+        later.
 
         Blocks: On the copies and digests; for tensors on a GPU, on the work that the current stream has still to do.
 
@@ -95,13 +96,18 @@ class StagingMemory:
         boxes: list[tuple[str, Region, list[torch.Tensor]]] = []
         noted: dict[tuple[str, Region], list[Replica]] = {}
         for item, shared in zip(plan.tensors, shared_boxes(plan, client), strict=True):
-            name, written = item.spec.name, list(written_regions(item, client))
+            name = item.spec.name
+            reused = state.reuse.regions.get(name, frozenset())
+            written = [region for region in written_regions(item, client) if region not in reused]
             compares = with_copies and item.spec.copies is not CopyRule.FREE
             for box, copies in state.source.parts(name):
                 is_compared = compares and (box in shared or len(copies) > 1)
                 is_noted = is_compared and not any(map(is_elsewhere, copies))
                 if is_noted:
                     noted[name, box] = _noted(item, box, copies, client)
+                elif reused and not is_compared:
+                    # Not all of it is staged, and there is no other copy to compare it with.
+                    noted[name, box] = [Replica(None)]
                 if is_compared and not is_noted:
                     boxes.append((name, box, [copy.detach() for copy in copies]))
                 else:

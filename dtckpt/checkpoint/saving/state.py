@@ -22,6 +22,7 @@ from dtckpt.checkpoint.rng_state import RngState
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, Holding, TensorPlan, TensorSpec, copies_of, holdings_of
 from dtckpt.checkpoint.saving.replica_check import Replica
 from dtckpt.checkpoint.saving.replica_rules import ReplicaRules, Role, Roles
+from dtckpt.checkpoint.saving.reuse import NO_REUSE, Reuse
 from dtckpt.checkpoint.saving.stored_dtypes import Casts, StoredDtypes
 from dtckpt.checkpoint.saving.write import Source
 from dtckpt.checkpoint.shards import Shards, shard_marks, sharded_state
@@ -47,6 +48,7 @@ class State:
         tree: Structure of the state tree and its plain values, as JSON.
         values: The paths of the plain values.
         contents: Returns, once all is written, content digests by name that the stored tensors must have.
+        reuse: The chunks that the save's base has already.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -54,6 +56,7 @@ class State:
     tree: bytes = b""
     values: tuple[str, ...] = ()
     contents: Callable[[], Mapping[str, int]] = dict
+    reuse: Reuse = NO_REUSE
 
 
 def state_of_tree(

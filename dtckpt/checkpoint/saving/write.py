@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -28,6 +29,7 @@ from dtckpt.checkpoint.reading.read_chunks import convert
 from dtckpt.checkpoint.saving.digests import ChunkDigester, TensorDigests, chunk_digester
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, SavePlan, TensorPlan
 from dtckpt.checkpoint.saving.replica_check import Replica, copy_digests
+from dtckpt.checkpoint.saving.reuse import NO_REUSE, Reuse
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.digest import as_bytes, bytes_digest, documents_digest
 from dtckpt.format.dtypes import DTYPES
@@ -89,6 +91,7 @@ class ClientWriter:
         source: The elements of this client.
         options: Of these, ``kvstore``, ``raw_bits``, ``fsync``, ``check_replicas`` and ``content_digest`` count.
         count: Called with the bytes of each chunk that is handed to storage.
+        reuse: The chunks that are in the attempt's folder already, as its base has them.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class ClientWriter:
         source: Source,
         options: SaveOptions,
         count: Callable[[int], object],
+        reuse: Reuse = NO_REUSE,
     ) -> None:
         self._plan = plan
         self._attempt = attempt
@@ -109,6 +113,7 @@ class ClientWriter:
         self._source = source
         self._options = options
         self._count = count
+        self._reuse = reuse
         self._folder = attempt.folder / client_folder(client)
 
     def _open_folder(self) -> None:
@@ -159,13 +164,13 @@ class ClientWriter:
             is_cached=max_pending_nbytes is None,
             max_pending_nbytes=max_pending_nbytes or PENDING_NBYTES,
         )
-        # Where memory is bounded, chunks are digested at once and not in a thread: their elements are freed as soon as
+        # Where memory is bounded, chunks are digested at once and not in threads: their elements are freed as soon as
         # they are written.
-        has_thread = max_pending_nbytes is None
+        has_threads = max_pending_nbytes is None
         try:
-            with chunk_digester(has_thread=has_thread, with_content=options.content_digest) as digests:
+            with chunk_digester(has_threads=has_threads, with_content=options.content_digest) as digests:
                 self._start_writes(writer, digests, received)
-                # Copies are compared in the digests' thread, while this thread waits for storage.
+                # Copies are compared in the digests' threads, while this thread waits for storage.
                 copies = digests.then(lambda: self._copy_digests(digests.results())) if options.check_replicas else list
                 writer.commit()
                 by_tensor, compared = digests.results(), copies()
@@ -179,6 +184,8 @@ class ClientWriter:
             plan=self._plan.topic,
             copies=compared,
             digests=[digest for result in by_tensor.values() for digest in result.chunks.values()],
+            identities=[identity for result in by_tensor.values() for identity in result.identities.values()],
+            reused=self._reused_bits(),
             contents=[result.content for result in by_tensor.values()] if options.content_digest else [],
         )
         # The digest travels with the vote: so the leader notices a list that it sees in an older state, or damaged.
@@ -189,7 +196,16 @@ class ClientWriter:
             # Unlike the chunk list, the digests of the blocks stay in the checkpoint.
             with translate_errors(f"sync {BLOCKS_NAME}", self._folder):
                 self._folder.sync(files)
+            with translate_errors("sync files of the base", self._attempt.folder):
+                # The base may have been saved without fsync, or copied here.
+                self._attempt.folder.sync(self._reuse.files)
         return bytes_digest(data)
+
+    def _reused_bits(self) -> bytes:
+        """Return one bit for each chunk of this client, in the plan's order: whether it was not written."""
+        shared = self._reuse.shared
+        bits = [(index, number) in shared for index, _, number in self._plan.owned_by(self._client)] if shared else []
+        return np.packbits(np.array(bits, bool)).tobytes()
 
     def _put(self, files: Mapping[str, bytes]) -> None:
         # Not synced: pieces and chunk list are read once, and removed before the commit.
@@ -208,8 +224,19 @@ class ClientWriter:
             raw_bits = bool(self._options.raw_bits)
             for key, document in documents_of_share(self._plan, self._client, self._clients, raw_bits=raw_bits):
                 writer.write_document(key, document)
+            for _, tensor, number in self._steady():
+                elements = self._stored(tensor, tensor.grid.chunk(number)[1])
+                writer.write(tensor, tensor.grid.chunk(number)[1], elements)
+                self._count(elements.nbytes)
+            if self._reuse.steady:
+                writer.begin_files()
             for index, tensor, number in self._plan.owned_by(self._client):
                 _, region = tensor.grid.chunk(number)
+                known = self._reuse.digests.get((index, number))
+                if known is not None:
+                    digests.put(index, number, known)
+                if self._reuse.is_done(index, number):
+                    continue
                 if number in tensor.pieces:
                     elements = self._assemble(index, number, region, received)
                 else:
@@ -217,7 +244,8 @@ class ClientWriter:
                 # A view is memory of the source, which stays in any case; a new array counts until it is written.
                 is_kept = not is_bounded and not elements.flags.owndata
                 writer.write(tensor, region, elements, is_kept=is_kept)
-                digests.add(index, tensor, number, elements, is_kept=is_kept)
+                if known is None:
+                    digests.add(index, tensor, number, elements, is_kept=is_kept)
                 self._count(elements.nbytes)
                 nbytes += elements.nbytes
                 if nbytes > GC_PAUSE_NBYTES or time.monotonic() - start > GC_PAUSE_S:
@@ -225,24 +253,23 @@ class ClientWriter:
 
     def _own_regions(self) -> Iterator[tuple[TensorPlan, Region]]:
         """Yield the regions for `_start_writes`, in its order: whole chunks, and this client's pieces of split ones."""
-        for _, tensor, number in self._plan.owned_by(self._client):
+        changed = (each for each in self._plan.owned_by(self._client) if not self._reuse.is_done(each[0], each[2]))
+        for _, tensor, number in chain(self._steady(), changed):
             if number in tensor.pieces:
                 pieces = tensor.pieces[number]
                 yield from ((tensor, piece.region) for piece in pieces if piece.client == self._client)
             else:
                 yield tensor, tensor.grid.chunk(number)[1]
 
+    def _steady(self) -> Iterator[tuple[int, TensorPlan, int]]:
+        """Yield the chunks that are written first, apart from the others; see `dtckpt.checkpoint.saving.reuse`."""
+        return ((index, self._plan.tensors[index], number) for index, number in sorted(self._reuse.steady))
+
     def _copy_digests(self, written: Mapping[int, TensorDigests]) -> list[checkpoint_pb2.CopyDigest]:
         return list(copy_digests(self._plan, self._client, self._source.copies, written))
 
     def _stored(self, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
-        """Return the elements of a region in the stored dtype."""
-        elements = self._source.fetch(plan, region)
-        if elements.dtype == DTYPES[plan.spec.stored_dtype]:
-            return elements
-        stored = allocate_elements(plan.spec.stored_dtype, region.shape)
-        convert(elements, stored)
-        return stored
+        return stored_elements(self._source, plan, region)
 
     def _read_pieces(self) -> _Pieces:
         """Read the pieces that other clients handed over to this one.
@@ -279,6 +306,16 @@ class ClientWriter:
             part = self._stored(tensor, piece.region) if is_mine else received[index, number, piece.region]
             elements[piece.region.relative_to(chunk).slices()] = part
         return elements
+
+
+def stored_elements(source: Source, plan: TensorPlan, region: Region) -> np.ndarray[Any, Any]:
+    """Return the elements of a region that a source has, in the stored dtype."""
+    elements = source.fetch(plan, region)
+    if elements.dtype == DTYPES[plan.spec.stored_dtype]:
+        return elements
+    stored = allocate_elements(plan.spec.stored_dtype, region.shape)
+    convert(elements, stored)
+    return stored
 
 
 def _edges_name(owner: int) -> str:

@@ -257,12 +257,12 @@ class FeedClient:
         self._forget(feed, number)
         return answer
 
-    def abandon(self, feed: str) -> None:
-        """Say that the memory of all versions is freed; the thread of this client tells it when it can."""
+    def abandon(self, feed: str, number: int | None = None) -> None:
+        """Say that the memory of a version is freed, or of all; the thread of this client tells it when it can."""
         with self._lock:
             if feed in self._feeds:
-                for version in self._feeds[feed].versions.values():
-                    version.is_freed = True
+                for each, version in self._feeds[feed].versions.items():
+                    version.is_freed |= number in (None, each)
 
     def _take_back(self, feed: str, number: int) -> None:
         """Let a version end whose memory is freed already. Its last readers have leases, and find no source."""

@@ -16,6 +16,7 @@ from dtckpt.checkpoint.live import sources
 from dtckpt.checkpoint.live.feed_client import feed_client
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.connect import set_coordination
+from dtckpt.coordination.feeds.client import FeedClient
 from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt.layout.clients import virtual_devices
 
@@ -45,6 +46,9 @@ class Jobs:
         """Be a process of a job."""
         set_coordination(self._connections[name])
         yield
+
+    def feeds(self, name: str) -> FeedClient:
+        return feed_client(self._connections[name])
 
     def publish(self, tree: Any, step: int) -> None:
         with self.job("trainer"):

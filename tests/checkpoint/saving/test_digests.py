@@ -28,7 +28,7 @@ def test_shares_of_gathered_chunks(shapes, parts, dtype, bound, is_dropped):
     specs = [TensorSpec(f"w{i}", shape, dtype, dtype, holdings_of(layout, shape)) for i, shape in enumerate(shapes)]
     plan = plan_save(specs, 64)
     expected = {}
-    with pytest.MonkeyPatch.context() as patch, chunk_digester(has_thread=False, with_content=True) as digester:
+    with pytest.MonkeyPatch.context() as patch, chunk_digester(has_threads=False, with_content=True) as digester:
         patch.setattr(digests, "GATHERED_NBYTES", bound)
         for position, tensor in enumerate(plan.tensors):
             itemsize = digests.DTYPES[dtype].itemsize

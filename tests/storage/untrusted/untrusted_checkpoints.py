@@ -114,7 +114,7 @@ def resize_tensor(name: str, shape: tuple[int, ...], chunk_shape: tuple[int, ...
         tensor.shape[:], tensor.chunk_shape[:] = shape, chunk_shape
         tensor.ClearField("layout")
         if 0 <= count <= 1 << 20:
-            tensor.digests[:] = [1] * count
+            tensor.digests[:] = tensor.identities[:] = [1] * count
             del tensor.writers[:]
             tensor.writers.add(client=0, count=count)
 
