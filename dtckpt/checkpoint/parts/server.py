@@ -400,6 +400,8 @@ class _PartHandler(BaseHTTPRequestHandler):
                 case ["GET", "v1", "nixl", save, client] if (nixl := self.server.nixl) is not None:
                     self._admit(SaveId.parse(save))
                     part = self.server.open_part(SaveId.parse(save), int(client))
+                    if part.path is None:
+                        raise _RefusedError(404, "the part lies in memory that is lent, and NIXL cannot verify it")
                     self._answer([nixl.describe(SaveId.parse(save), int(client), part)])
                 case ["POST", "v1", "read", save, client]:
                     self._admit(SaveId.parse(save))
