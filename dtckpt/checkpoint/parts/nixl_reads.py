@@ -143,7 +143,7 @@ class NixlError(Exception):
     """NIXL has failed, or took too long."""
 
 
-class _Reader:
+class _NixlReader:
     """The agent of this process that reads, and its registered memory. Thread-safe: one transfer at a time."""
 
     def __init__(self) -> None:
@@ -232,13 +232,13 @@ def _named(call: Any, *args: Any) -> Any:
         raise NixlError(f"{type(error).__name__}: {error}") from error
 
 
-def _reader() -> _Reader:
+def _reader() -> _NixlReader:
     return _reader_of(os.getpid())
 
 
 @functools.cache
-def _reader_of(_pid: int) -> _Reader:
-    return _Reader()
+def _reader_of(_pid: int) -> _NixlReader:
+    return _NixlReader()
 
 
 def _runs(piece: PartPiece, box: BoxRequest) -> list[tuple[int, int]] | None:
