@@ -131,7 +131,8 @@ class OpenPart:
 
     @property
     def memory(self) -> np.ndarray[Any, Any]:
-        """The bytes of the part."""
+        """The bytes of the file."""
+        assert not isinstance(self._data, LentMemory)  # noqa: S101  the caller has looked at `path`
         return np.frombuffer(self._data, np.uint8)
 
     def tensor(self, number: int) -> PartTensor:
