@@ -345,7 +345,7 @@ LAYOUTS = [None, ROWS, COLUMNS]
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_history_gives_what_a_full_read_gives(jobs, monkeypatch, transport, seed):
-    """Random trees, layouts, casts, changes, failures, ways to publish and to read: values and sums of bytes are right."""
+    """Random trees, layouts, casts, changes, failures, ways to publish and read: values and sums of bytes fit."""
     draw = random.Random(f"{seed} {transport}")
     dtypes = [torch.bfloat16, torch.float32, torch.int8, torch.float64, torch.complex64, torch.complex128]
     whole = {}
