@@ -198,6 +198,11 @@ class _Join:
     def node(self, nodes: Sequence[trees.Node]) -> trees.Node:
         """Return the node of the whole. Values of a slice that the first slice lacks stay below ``mp_01`` and so on."""
         first, *others = map(_items, nodes)
+        if any(("optimizer" in each) != ("optimizer" in first) for each in others):
+            raise CheckpointCorruptError(
+                "a slice of the model has no optimizer, and another one has: are the files of one save? use another "
+                "copy, or restore another checkpoint"
+            )
         whole = dict(first)
         whole["module"] = self._named(first["module"], [each["module"] for each in others])
         if "optimizer" in first:
@@ -521,6 +526,11 @@ class _Part:
     def _zero(self, mp: int, fields: ModelFields) -> _Optimizer | None:
         """Read the vectors of all processes; None without ZeRO."""
         if (form := self._files.optimizer_form(mp)) is None:
+            if fields.shapes:
+                self._tree.notes.append(
+                    f"{self._name('module')}: the optimizer's files of mp_rank_{mp:02d} are missing, so its parameters "
+                    "are the 16-bit copies"
+                )
             return None
         if not fields.shapes and self._files.matching(EXPERT, mp):
             self._tree.notes.append(

@@ -77,6 +77,23 @@ def test_slices_are_joined_by_the_patterns_in_the_files(tmp_path, degree):
     assert torch.equal(dtckpt.restore(tmp_path / "ours")["module"]["1.gate_up.weight"], whole["1.gate_up.weight"])
 
 
+def test_a_slice_without_its_optimizer_is_an_error(tmp_path):
+    write_slices(tmp_path / "step")
+    for process in range(2):
+        (tmp_path / "step" / OPTIMIZER.format(process, 1)).unlink()
+    with pytest.raises(errors.CheckpointCorruptError, match="a slice of the model has no optimizer"):
+        dtckpt.open_checkpoint(tmp_path / "step")
+
+
+def test_sixteen_bit_copies_in_place_of_missing_vectors_are_named(tmp_path):
+    """A stage of a pipeline whose optimizer files are gone, and a checkpoint without any."""
+    write_pipeline(tmp_path / "step")
+    for file in (tmp_path / "step").glob("*_mp_rank_0[23]_optim_states.pt"):
+        file.unlink()
+    with dtckpt.open_checkpoint(tmp_path / "step") as checkpoint:
+        assert any("the optimizer's files of mp_rank_02 are missing" in note for note in checkpoint.notes)
+
+
 def test_values_that_differ_by_slice_stay_apart(tmp_path):
     write_slices(tmp_path / "step")
     for rank in range(2):

@@ -167,12 +167,16 @@ def test_bytes_of_a_graph():
     assert object_graph.paths_of(data) == {"m/w": ("m", "w")}
 
 
-def test_a_newer_format_is_refused_by_number(slices):
-    def make_newer(table):
-        table[b""] = table[b""].replace(b"\x1a\x02\x08\x01", b"\x1a\x04\x08\x02\x10\x02")
-
-    change_entries(slices, make_newer)
-    with pytest.raises(errors.CheckpointVersionError, match="for readers of version 2 and later, expected 1"):
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (b"\x08\x02\x1a\x04\x08\x02\x10\x02", "for readers of version 2 and later, expected 1"),
+        (b"\x08\x02\x10\x01\x1a\x02\x08\x01", "of a big endian machine"),
+    ],
+)
+def test_newer_and_big_endian_formats_are_no_damage(slices, header, reason):
+    change_entries(slices, lambda table: table.update({b"": header}))
+    with pytest.raises(errors.CheckpointVersionError, match=reason):
         dtckpt.open_checkpoint(slices)
 
 
