@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from typing import Protocol
 from dtckpt.format.digest import bytes_digest
 from dtckpt.storage.failures import MalformedError
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.fsync import TrailingWriteback
 from dtckpt.storage.local_folder import LocalFolder, is_draft
 
 RANGE_NBYTES = 8 << 20
@@ -80,10 +80,12 @@ def open_ranges(folder: Folder, name: str) -> Iterator[RangeSource]:
         descriptor = folder.open_file(name)
     except FileNotFoundError:
         raise _missing_error(folder, name) from None
+    ranges = _LocalRanges(descriptor)
     try:
-        yield _LocalRanges(descriptor)
+        yield ranges
     finally:
         os.close(descriptor)
+        ranges.give_back()
 
 
 def _read_object(folder: Folder, name: str, start: int, stop: int) -> memoryview:
@@ -97,6 +99,24 @@ def _missing_error(folder: Folder, name: str) -> MalformedError:
     return MalformedError(f"{folder}/{name} is missing")
 
 
+MAX_SPARE = 8
+MAX_SPARE_NBYTES = 32 << 20
+_spare: deque[bytearray] = deque()
+"""Memory for ranges that no file uses now."""
+
+
+def _taken() -> bytearray:
+    try:
+        return _spare.pop()
+    except IndexError:  # another thread may take the last one at any moment
+        return bytearray()
+
+
+def drop_spare_memory() -> None:
+    """Free the memory that waits for the next file. Called when a copy, or a visit of a checkpoint, ends."""
+    _spare.clear()
+
+
 class _LocalRanges:
     """Reads ranges of an open local file into one block of memory, which grows to the largest range.
 
@@ -106,7 +126,12 @@ class _LocalRanges:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._memory = bytearray()
+        self._memory = _taken()
+
+    def give_back(self) -> None:
+        """Let the next file use the memory: memory that is new to the process costs more than the read."""
+        if len(_spare) < MAX_SPARE and len(self._memory) <= MAX_SPARE_NBYTES:
+            _spare.append(self._memory)
 
     def __call__(self, start: int, stop: int) -> memoryview:
         # The size of the open file bounds the memory: the caller's range may come from an untrusted description.
@@ -195,14 +220,10 @@ def replace_file(folder: Folder, name: str, pieces: Iterable[memoryview]) -> int
     return nbytes
 
 
-NEVER_WAIT = 1 << 62
-"""Ranges that may be under way: as many as there are, because the file is read back from the page cache."""
-
-
 def _fill_pieces(descriptor: int, pieces: Iterable[memoryview]) -> tuple[int, dict[int, int]]:
     """Write pieces to a new file; return its size, and by first byte the digest of each piece."""
     ranges: dict[int, int] = {}
-    nbytes, writeback = 0, TrailingWriteback(descriptor, NEVER_WAIT)
+    nbytes = 0
     for piece in pieces:
         if not piece.nbytes:
             continue
@@ -210,7 +231,6 @@ def _fill_pieces(descriptor: int, pieces: Iterable[memoryview]) -> tuple[int, di
         done = 0
         while done < piece.nbytes:
             done += os.pwrite(descriptor, piece[done:], nbytes + done)
-        writeback.add(nbytes, piece.nbytes)  # so that the sync has less to do
         nbytes += piece.nbytes
     return nbytes, ranges
 

@@ -40,7 +40,15 @@ from dtckpt.storage.failures import MalformedError, translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.location import Location
-from dtckpt.storage.whole_files import RateLimit, WholeFile, list_files, make_parents, open_ranges, write_file
+from dtckpt.storage.whole_files import (
+    RateLimit,
+    WholeFile,
+    drop_spare_memory,
+    list_files,
+    make_parents,
+    open_ranges,
+    write_file,
+)
 from dtckpt.storage.zarr_files import validate_kind
 
 logger = logging.getLogger("dtckpt.checkpoint")
@@ -135,7 +143,10 @@ def copy_checkpoint(source: Location, target: Location, options: CopyOptions) ->
             with translate_errors("open the checkpoint", source):
                 folder = folder.hold(follow=False)
         job = _CheckpointCopy(source, place, folder, commit_target_of(target), options)
-        return replace(job.run(), seconds=time.monotonic() - start)
+        try:
+            return replace(job.run(), seconds=time.monotonic() - start)
+        finally:
+            drop_spare_memory()
 
 
 class _CheckpointCopy:

@@ -28,7 +28,7 @@ from dtckpt.storage.failures import translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_folder import LocalFolder, is_draft
 from dtckpt.storage.location import Location, location_of
-from dtckpt.storage.whole_files import RateLimit, WholeFile, list_files
+from dtckpt.storage.whole_files import RateLimit, WholeFile, drop_spare_memory, list_files
 
 logger = logging.getLogger("dtckpt.checkpoint")
 
@@ -228,6 +228,8 @@ class _ScrubRun:
                 self._damages.append(ScrubDamage(where, "", error.message, is_mended=False))
                 self._state = self._state.seen(name, replace(known or KnownCheckpoint(0, 0), num_damages=1))
                 return True
+            finally:
+                drop_spare_memory()
 
     def _check(self, job: CheckpointScrub, name: str, known: KnownCheckpoint | None, budget: float) -> bool:
         is_continued = known is not None and self._state.segment > 0
