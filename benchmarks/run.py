@@ -75,8 +75,10 @@ PROGRAMS = (
     Program("dcp_plugin_small", "dcp_plugin", "--tensors 4000 --shape 64x64", quick=None, clients=2),
     Program("reshard", "reshard", quick="--gib 0.1 --rounds 1 --only 4x2:2x3"),
     Program("convert", "convert", quick="--gigabytes 0.1 --rounds 1"),
+    Program("foreign", "foreign", quick="--tensors 600 --gib 0.05 --rounds 1"),
     Program("tiers", "tiers", "--mib 2048", "--mib 64 --rounds 1", clients=4),
     Program("tiers_simulation", "tiers_simulation", quick="--days 10"),
+    Program("live", "live", quick="--mib 16 --fan-out-mib 4 --rounds 1 --steps 10"),
     Program("redistribute_2", "redistribute", quick="--max-mib 2 --rounds 1", clients=2),
     Program("redistribute_4", "redistribute", quick=None, clients=4),
     Program("two_hosts", "two_hosts", quick="--max-mib 0.1"),
@@ -90,6 +92,7 @@ PROGRAMS = (
     Program("randomness", "randomness", quick="--mib 4 --rounds 2"),
     Program("planning", "planning", quick="--tensors 275 --devices-per-client 8 --rounds 1"),
     Program("manifest", "manifest", quick="--chunks 20000 --rounds 1"),
+    Program("copy", "copy", "--gigabytes 0.5 --rounds 3", quick="--gigabytes 0.1 --rounds 1"),
     Program("diff", "diff", "--rounds 3", quick="--gigabytes 0.1 --rounds 1"),
     Program("coordinator", "coordinator", "--rounds 9", quick="--only detection --rounds 1"),
 )

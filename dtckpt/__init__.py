@@ -15,12 +15,17 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.converting.convert import convert
     from dtckpt.checkpoint.converting.report import ConvertReport
     from dtckpt.checkpoint.converting.shared_export import ExportOptions
+    from dtckpt.checkpoint.copying.copy import CopyReport, copy
+    from dtckpt.checkpoint.copying.scrub import ScrubReport, scrub
+    from dtckpt.checkpoint.live.lent_version import LentVersion
     from dtckpt.checkpoint.live.publisher import Publisher
     from dtckpt.checkpoint.live.subscriber import LiveReport, LiveVersion, StagedVersion, Subscriber
     from dtckpt.checkpoint.managing.interval import AutoInterval, optimal_interval
     from dtckpt.checkpoint.managing.manager import CheckpointManager
+    from dtckpt.checkpoint.managing.mirror import Mirror
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
     from dtckpt.checkpoint.managing.retention import Retention
+    from dtckpt.checkpoint.mapping.map_rules import TensorMap
     from dtckpt.checkpoint.open import open_checkpoint
     from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
     from dtckpt.checkpoint.per_client import PerClient
@@ -35,6 +40,7 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.saving.save import save
     from dtckpt.checkpoint.saving.save_async import SaveHandle, save_async
     from dtckpt.checkpoint.shards import Shards
+    from dtckpt.checkpoint.signing.sign import SignReport, sign
     from dtckpt.checkpoint.simulating.simulate import Machine, Simulation, simulate
     from dtckpt.checkpoint.tensorflow.dtensor_checkpoint import DTensorCheckpoint
     from dtckpt.checkpoint.tensorflow.named_tensors import name_based_restore, name_based_save, sharded_save
@@ -85,6 +91,9 @@ _MODULES = {
     "checkpoint.converting.convert": ("convert",),
     "checkpoint.converting.report": ("ConvertReport",),
     "checkpoint.converting.shared_export": ("ExportOptions",),
+    "checkpoint.copying.copy": ("CopyReport", "copy"),
+    "checkpoint.copying.scrub": ("ScrubReport", "scrub"),
+    "checkpoint.managing.mirror": ("Mirror",),
     "checkpoint.managing.interval": ("AutoInterval", "optimal_interval"),
     "checkpoint.managing.manager": ("CheckpointManager",),
     "checkpoint.tensorflow.named_tensors": ("name_based_restore", "name_based_save", "sharded_save"),
@@ -95,7 +104,9 @@ _MODULES = {
     "checkpoint.tiers.local_restore": ("LocalRestore",),
     "checkpoint.tiers.options": ("LocalTier",),
     "checkpoint.open": ("open_checkpoint",),
+    "checkpoint.mapping.map_rules": ("TensorMap",),
     "checkpoint.reading.checkpoint": ("Checkpoint",),
+    "checkpoint.live.lent_version": ("LentVersion",),
     "checkpoint.live.publisher": ("Publisher",),
     "checkpoint.live.subscriber": ("LiveReport", "LiveVersion", "StagedVersion", "Subscriber"),
     "checkpoint.reading.tensor_info": ("TensorInfo",),
@@ -146,6 +157,7 @@ _MODULES = {
     "comm.default_process_group": ("init_process_group",),
     "checkpoint.resharding.reshard": ("reshard",),
     "checkpoint.shards": ("Shards",),
+    "checkpoint.signing.sign": ("SignReport", "sign"),
     "checkpoint.simulating.simulate": ("Machine", "Simulation", "simulate"),
 }
 _SUBMODULES = ("dtensor", "errors", "interop")
@@ -161,18 +173,21 @@ __all__ = [
     "CheckpointManager",
     "ClientValues",
     "ConvertReport",
+    "CopyReport",
     "DTensor",
     "DTensorCheckpoint",
     "DVariable",
     "EnumMember",
     "ExportOptions",
     "Layout",
+    "LentVersion",
     "LiveReport",
     "LiveVersion",
     "LocalRestore",
     "LocalTier",
     "Machine",
     "Mesh",
+    "Mirror",
     "Partial",
     "PerClient",
     "Placement",
@@ -187,12 +202,15 @@ __all__ = [
     "SaveHandle",
     "SaveOptions",
     "SaveReport",
+    "ScrubReport",
     "Shard",
     "Shards",
+    "SignReport",
     "Simulation",
     "StagedVersion",
     "Subscriber",
     "TensorInfo",
+    "TensorMap",
     "TensorParts",
     "VerifyReport",
     "abstract_mesh",
@@ -201,6 +219,7 @@ __all__ = [
     "client_id",
     "configure_virtual_devices",
     "convert",
+    "copy",
     "copy_to_mesh",
     "create_distributed_mesh",
     "create_mesh",
@@ -233,9 +252,11 @@ __all__ = [
     "run_on",
     "save",
     "save_async",
+    "scrub",
     "sharded_save",
     "shutdown_multi_client",
     "shutdown_tpu_system",
+    "sign",
     "simulate",
     "unpack",
     "zarr_store",

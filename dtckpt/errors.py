@@ -171,6 +171,10 @@ class CheckpointCorruptError(CheckpointError, ValueError):
     """Stored bytes are not the bytes that were saved."""
 
 
+class CheckpointUntrustedError(CheckpointCorruptError):
+    """No trusted key has signed the checkpoint, or stored bytes are not the bytes that were signed."""
+
+
 class CheckpointVersionError(CheckpointError, ValueError):
     """The checkpoint was written in a format that this version does not read."""
 
@@ -334,6 +338,8 @@ def capped(names: Iterable[object], limit: int = 8, *, count: int | None = None)
 
 def printable(text: str) -> str:
     """Escape characters that could break a line or control a terminal; names and paths may hold any."""
+    if text.isprintable():
+        return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 
+from dtckpt.checkpoint.mapping.map_rules import TensorMap
 from dtckpt.checkpoint.restoring.rename_rules import Rename, validate_rename
 from dtckpt.checkpoint.restoring.report import RestoreReport
+from dtckpt.checkpoint.signing.keys import KeySource
 from dtckpt.errors import ConfigError
 from dtckpt.format.codecs import CODECS
 from dtckpt.format.dtypes import STORED_AS
@@ -105,11 +108,16 @@ class RestoreOptions:
             `RestoreReport.owners` only.
         rename: New names for tensors and values of the checkpoint; see
             `dtckpt.checkpoint.restoring.rename_rules.Rename`.
+        map: Rules for other names and shapes of its tensors: a `dtckpt.TensorMap`, or its source, as for
+            `dtckpt.open_checkpoint`. They come before ``rename``.
         report: Called with the `RestoreReport`, when all is restored, or when the restore is refused because something
             is missing, unexpected, reshaped or cast.
         read_once: Whether one client reads each byte from storage, and hands it on to the clients that need it: in the
             memory of a host, or by messages. Applies to large tensors. Default: where that is faster
             (docs/checkpointing.md).
+        trusted_keys: Public keys, PEM files or their bytes, of which one must have signed the checkpoint
+            (`dtckpt.sign`). Before any tensor is filled, the clients together verify all files; then every byte that is
+            read is verified once more. The clients must pass the same keys.
         progress: As in `SaveOptions`.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
     """
@@ -119,22 +127,36 @@ class RestoreOptions:
     allow_unexpected: bool = False
     strict: str = ""
     rename: Rename | None = None
+    map: TensorMap | str | os.PathLike[str] | None = None
     report: Callable[[RestoreReport], object] | None = None
     read_once: bool | None = None
+    trusted_keys: Sequence[KeySource] = ()
     progress: bool = False
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "trusted_keys", validated_keys(self.trusted_keys))
         _validate_choice("cast", self.cast, CASTS)
         _validate_choice("strict", self.strict, STRICT)
         if self.rename is not None:
             validate_rename(self.rename)
+        if self.map is not None and not isinstance(self.map, TensorMap | str | os.PathLike):
+            raise ConfigError(f"option map must be a TensorMap, its name or its file; got {self.map!r}")
         if self.report is not None and not callable(self.report):
             raise ConfigError(f"option report must be a function of a RestoreReport; got {self.report!r}")
         _validate_flags(self, "allow_missing", "allow_unexpected", "progress")
         if self.read_once is not None:
             _validate_flags(self, "read_once")
         _validate_positive("timeout_s", self.timeout_s)
+
+
+def validated_keys(keys: object) -> tuple[KeySource, ...]:
+    """Return the option ``trusted_keys`` as a tuple. Raises: ConfigError: It is no sequence of keys."""
+    if isinstance(keys, str | bytes) or not isinstance(keys, Sequence):
+        raise ConfigError(f"option trusted_keys must be a list of public keys; got {keys!r:.80}")
+    if not all(isinstance(key, str | bytes | os.PathLike) for key in keys):
+        raise ConfigError(f"option trusted_keys must hold paths of PEM files, or their bytes; got {keys!r:.80}")
+    return tuple(keys)
 
 
 def _stored_dtypes(rules: object) -> tuple[tuple[str, str], ...]:

@@ -14,7 +14,7 @@ from dtckpt.errors import printable
 
 INTERRUPTED = tuple(128 + number for number in SIGNALS)
 """Exit codes of a command that was interrupted or terminated."""
-WRITERS = ("reshard", "convert")
+WRITERS = ("reshard", "convert", "copy")
 """The commands that write a checkpoint."""
 BEGINNERS = ("__main__", "dtckpt.cli.")
 """Name prefixes of modules that import the needs of a command. A command that writes does this before its work."""
@@ -74,7 +74,8 @@ def _end_at_once(code: int) -> None:
 def _say_how_to_go_on(arguments: Sequence[str]) -> None:
     """Print the command that goes on with an interrupted one, if that writes a checkpoint.
 
-    Its output is removed but, on a file system, for the parts of a reshard that are done, which ``--resume`` finds.
+    Its output is removed but for the files of a copy, and, on a file system, for the parts of a reshard that are done,
+    which ``--resume`` finds.
     """
     command = next((argument for argument in arguments if not argument.startswith("-")), "")
     if command not in WRITERS:
@@ -82,8 +83,9 @@ def _say_how_to_go_on(arguments: Sequence[str]) -> None:
     has_parts = command == "reshard" and not any("://" in argument for argument in arguments)
     more = ["--resume"] if has_parts and "--resume" not in arguments else []
     line = shlex.join(["dtckpt", *arguments, *more])
+    state = "the checkpoints that are whole stay" if command == "copy" else "nothing is committed"
     with suppress(OSError, ValueError):
-        sys.stderr.write(f"dtckpt: interrupted, and nothing is committed; to go on: {printable(line)}\n")
+        sys.stderr.write(f"dtckpt: interrupted, and {state}; to go on: {printable(line)}\n")
 
 
 if __name__ == "__main__":

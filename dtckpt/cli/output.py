@@ -106,9 +106,11 @@ def format_shape(shape: Sequence[int]) -> str:
 
 def format_layout(layout: Layout | None) -> str:
     """Return a layout's specs as ``--layout`` takes them; ``none`` without a layout, ``scalar`` without dims."""
+    if layout is None:
+        return "none"
     from dtckpt.layout.text_format import spec_to_text  # here, because ``--help`` does without NumPy and protobuf
 
-    return "none" if layout is None else ",".join(map(spec_to_text, layout.sharding_specs)) or "scalar"
+    return ",".join(map(spec_to_text, layout.sharding_specs)) or "scalar"
 
 
 def value_text(node: Node) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -19,6 +20,7 @@ EPILOG = """\b
 Examples:
   dtckpt verify step_100
   dtckpt verify s3://bucket/step_100 --threads 16 --json
+  dtckpt verify step_100 --key release.pub
 
 """
 
@@ -26,25 +28,37 @@ Examples:
 @click.command("verify", epilog=EPILOG)
 @click.argument("path", type=LOCATION)
 @click.option("--threads", type=click.IntRange(min=1), help="Chunks that are read at one time [default: one per core].")
+@click.option(
+    "--key",
+    "keys",
+    type=click.Path(),
+    multiple=True,
+    metavar="FILE",
+    help="Public Ed25519 key, in PEM: refuse a checkpoint without a signature of such a key.",
+)
 @json_option("Print one JSON line per damage, then one with the result.")
 @quiet_option
 @debug_option
-def command(*, path: str, threads: int | None, as_json: bool) -> ExitCode:
+def command(*, path: str, threads: int | None, keys: tuple[str, ...], as_json: bool) -> ExitCode:
     """Read all of checkpoint PATH and compare every digest; exit with 1 if anything is damaged."""
     from dtckpt.checkpoint.open import open_checkpoint
 
-    with open_checkpoint(path) as checkpoint:
+    with open_checkpoint(path, trusted_keys=keys) as checkpoint:
         nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
+        signed = checkpoint.signed
         with open_progress("verifying", nbytes) as progress:
+            if signed is not None:  # all files, also those that no reader needs
+                signed.validate_share(0, 1, lambda _: None)
             report = checkpoint.verify(threads=threads, progress=progress.advance)
+    signers = () if signed is None else signed.signers
     if as_json:
-        _write_json(report)
+        _write_json(report, signers)
     else:
-        _write_text(report)
+        _write_text(report, signers)
     return ExitCode.OK if report.is_sound else ExitCode.FAILED
 
 
-def _write_json(report: VerifyReport) -> None:
+def _write_json(report: VerifyReport, signers: Sequence[str]) -> None:
     for damage in report.damages:
         write_event("damage", tensor=damage.tensor, region=_region_text(damage), reason=damage.reason)
     write_event(
@@ -58,11 +72,12 @@ def _write_json(report: VerifyReport) -> None:
         bytes=report.nbytes,
         damages=len(report.damages),
         unread=report.unread,
+        signed_by=list(signers),
         seconds=round(report.seconds, 6),
     )
 
 
-def _write_text(report: VerifyReport) -> None:
+def _write_text(report: VerifyReport, signers: Sequence[str]) -> None:
     for damage in report.damages:
         write_line(printable(f"damaged: {damage.tensor} {_region_text(damage) or ''}: {damage.reason}"))
     for name in report.unread:
@@ -79,6 +94,8 @@ def _write_text(report: VerifyReport) -> None:
     if report.num_unverified:
         tensors = format_count(report.num_unverified, "tensor")
         write_summary(f"no digest is noted of {tensors}: bytes that changed since are not found there")
+    if signers:
+        write_summary(f"signed by {', '.join(f'key {signer}' for signer in signers)}")
 
 
 def _region_text(damage: Damage) -> str | None:

@@ -1,8 +1,7 @@
 """Background threads and a thread pool that work even while the interpreter shuts down.
 
-From Python 3.12 on, no thread can be started once the main thread has ended, but an asynchronous save that is under way
-still needs threads then. So `keep_reserve` starts a few threads beforehand, which run the tasks for which no new thread
-can be started.
+From Python 3.12 on, a process cannot start threads once the main thread has ended, but an asynchronous save still needs
+threads then. So `keep_reserve` starts a few threads beforehand, which run tasks when no new thread can start.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Collectives among clients: one Protocol with two implementations, pairwise messages and the library's own calls.
 
-Members are clients. Several devices of one client serve each other by copies, without messages; those copies are the
-task of `dtckpt.redistribution.execute`.
+Members are clients. Several devices of one client exchange data by copies, without messages;
+`dtckpt.redistribution.execute` makes these copies.
 
-* `PairwiseCollectives`, for host memory, makes every operation of tagged messages (`dtckpt.comm.point_to_point`). Such
-  an operation is as fast as Gloo's own collectives or faster, except for a large all-reduce between hosts. The class
-  works for every dtype and adds terms in the same order on all members. Clients that disagree about the next operation
-  use different tags, so neither receives the other's message; Gloo's collectives would, and would end the process if
-  its size were wrong.
+* `PairwiseCollectives`, for host memory, makes every operation from tagged messages (`dtckpt.comm.point_to_point`).
+  Such an operation is as fast as Gloo's own collectives or faster, except for a large all-reduce between hosts. The
+  class works for every dtype and adds terms in the same order on all members. Clients that disagree about the next
+  operation use different tags, so neither receives the other's message. Gloo's collectives would receive it, and would
+  end the process if its size were wrong.
 * `NativeCollectives`, for CUDA memory, calls ``torch.distributed``: NCCL has no tags, and its collectives know how the
   GPUs are wired.
 """
@@ -46,9 +46,9 @@ REDUCERS: dict[str, Callable[..., torch.Tensor]] = {
 """Elementwise functions of two terms. An average adds, like a sum, and divides when the sum is complete."""
 
 # PyTorch has hardly any arithmetic of wide unsigned integers, and on GPUs none. In two's complement these reductions
-# give the same bits for signed ones; a minimum, a maximum and a quotient do not.
+# give the same bits for signed integers; a minimum, a maximum and a quotient do not.
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""The signed dtypes of wide unsigned ones."""
+"""The signed dtype of each wide unsigned dtype."""
 _SIGNLESS_OPS = frozenset({"sum", "product", "band", "bor", "bxor"})
 
 _NATIVE_OPS = {
@@ -78,7 +78,7 @@ class Work(Protocol):
         """Yield the position of each message in an exchange's ``receives`` when it has arrived. Raises: as `wait`."""
 
     def abandon(self) -> None:
-        """Leave the tensors alone from now on, as far as possible, because the call that communicates has failed."""
+        """Stop access to the tensors from now on, as far as possible, because the communicating call has failed."""
 
     def wait(self) -> None:
         """Return when this client's part is done; on CUDA, order it before the next work of the current stream.
@@ -91,12 +91,12 @@ class Work(Protocol):
 class Collectives(Protocol):
     """Communication among some clients.
 
-    Every method but `connect` starts the communication and returns its `Work`. Leave the tensors alone until the work
+    Every method but `connect` starts the communication and returns its `Work`. Do not touch the tensors until the work
     is done. All tensors are contiguous and lie on one kind of device. Sender and receiver pass messages of the same
     size and dtype; the methods do not check that.
 
-    Collective: Every method, over ``members``. Of `exchange` only the first call is; later calls concern the clients
-    that have messages for each other.
+    Collective: Every method, over ``members``. For `exchange` only the first call is collective; later calls concern
+    the clients that have messages for each other.
     """
 
     members: tuple[int, ...]
@@ -105,7 +105,7 @@ class Collectives(Protocol):
     def connect(self, peers: Set[int]) -> None:
         """Connect to some members before the first `exchange` with them; they connect to this client, too.
 
-        Needed where one client may wait for the messages of one exchange while another client starts several. The first
+        Needed if one client may wait for the messages of one exchange while another client starts several. The first
         exchange with a peer blocks until that peer connects, too, but a peer that waits for messages does not connect.
 
         Raises:
@@ -136,10 +136,10 @@ class Collectives(Protocol):
         """Send every member its piece of ``pieces``; ``received`` has one buffer per member; sizes may differ."""
 
     def reduce_scatter(self, reduced: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str) -> Work:
-        """Reduce the terms that all members have for this one, into ``reduced``; ``terms`` has one term per member."""
+        """Reduce all members' terms for this member into ``reduced``; ``terms`` has one term per member."""
 
     def all_reduce(self, tensor: torch.Tensor, reduce_op: str) -> Work:
-        """Reduce a tensor in place, bit for bit alike on all members."""
+        """Reduce a tensor in place, with the same bits on all members."""
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
         """Copy client ``root``'s tensor to the tensors of all members."""
@@ -177,8 +177,8 @@ class PendingWork:
 
     def arrivals(self) -> Iterator[int]:
         while self._receives:
-            # In the order in which they were posted, since `wait` is all that both transports offer. A message that
-            # overtakes others lies in its buffer until its turn.
+            # In the order of their posts, because both transports only offer `wait`. A message that overtakes others
+            # stays in its buffer until its turn.
             position, work = self._receives.popleft()
             if work is not None:
                 self._wait_for(work)
@@ -272,14 +272,14 @@ class PairwiseCollectives:
         received = [torch.empty_like(reduced) for _ in self.members]
         received[self._own] = terms[self._own]
         works = [self.exchange(self._of_others(terms), self._of_others(received))]
-        # All terms are kept until all are there, and then reduced in the order of the members: rounding must not
-        # depend on the order of arrival.
+        # Keep all terms until the last arrives, then reduce them in the order of the members: rounding must not depend
+        # on the order of arrival.
         on_done = partial(reduce_terms, reduced, received, reduce_op, len(self.members))
         return PendingWork(works, "reduce_scatter", self.members, on_done)
 
     def all_reduce(self, tensor: torch.Tensor, reduce_op: str) -> Work:
-        # In two steps a member receives less than twice the tensor's size. If all sent their terms to all, it would
-        # receive the size once per member. Both steps use tag 0: messages of one pair keep their order.
+        # In two steps a member receives less than twice the tensor's size. In one step, with all terms sent to all, a
+        # member would receive the size once per member. Both steps use tag 0: messages of one pair keep their order.
         flat = tensor.view(-1)
         # Chunks of one size, the last ones shorter or empty. Each member reduces its own chunk, then all gather them.
         size = math.ceil(flat.numel() / len(self.members))
@@ -310,8 +310,8 @@ class PairwiseCollectives:
 class NativeCollectives(PairwiseCollectives):
     """`Collectives` made of ``torch.distributed``'s own calls: NCCL's on CUDA.
 
-    Operations that the library lacks are made of pairwise messages, as in the base class. Tensors that are moved and
-    not reduced are passed as bytes, because the library does not know all dtypes.
+    Operations that the library lacks are made of pairwise messages, as in the base class. Operations that only move
+    tensors pass them as bytes, because the library does not know all dtypes.
 
     Args:
         members: Clients, in any order.
@@ -402,7 +402,7 @@ class NativeCollectives(PairwiseCollectives):
 
 
 def _may_lose_nan(tensor: torch.Tensor, reduce_op: str) -> bool:
-    """Whether the library's minimum or maximum may ignore a NaN, which torch's own propagate."""
+    """Tell whether the library's minimum or maximum may ignore a NaN, which torch's own functions propagate."""
     return reduce_op in ("min", "max") and tensor.is_floating_point()
 
 
@@ -428,7 +428,7 @@ def byte_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_gather_object(value: T, clients: Sequence[int]) -> list[T]:
-    """Return every client's value, in the order of ``clients``; under a fake process group all are this one's.
+    """Return every client's value, in the order of ``clients``; under a fake process group, copies of this client's.
 
     Collective: Over ``clients``, bounded by the process group's timeout.
 
@@ -452,8 +452,8 @@ def all_gather_object(value: T, clients: Sequence[int]) -> list[T]:
 
 def reduce_terms(result: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op: str, divisor: int = 1) -> None:
     """Write the reduction of ``terms``, in their order, to ``result``; divide an average by ``divisor``."""
-    # Either of the first two terms may be ``result`` itself, received in place: the first step reads both of them,
-    # element by element, before it writes. A later term must not be, since by then it is overwritten.
+    # Either of the first two terms may be ``result`` itself, received in place: the first step reads both terms,
+    # element by element, before it writes. A later term must not be ``result``, which is overwritten by then.
     reducer, (first, *others) = REDUCERS[reduce_op], terms
     if result.is_complex() and reduce_op in ("sum", "avg"):
         # PyTorch adds complex numbers times one, which is NaN if a part is infinite, and changes signs of zeros.
@@ -469,7 +469,7 @@ def reduce_terms(result: torch.Tensor, terms: Sequence[torch.Tensor], reduce_op:
 
 
 def neutral_term(dtype: torch.dtype) -> float | complex:
-    """Return the number that changes nothing in a sum: -0.0, as -0.0 + 0.0 is 0.0."""
+    """Return the neutral number of a sum: -0.0, because -0.0 + 0.0 is 0.0."""
     return complex(-0.0, -0.0) if dtype.is_complex else -0.0
 
 

@@ -1,9 +1,9 @@
 """The default process group: `init_process_group` for jobs that torchrun restarts, and the meeting of their clients.
 
-torchrun starts the new processes of a restarted job with the same store, its agent's. The store still holds the
-addresses of the killed processes, which the new processes would call in vain. So the clients of an attempt first agree
-on a name for it, and write all their keys below this name. torchrun's count of restarts cannot be the name, because
-each agent counts only the restarts that its own processes caused.
+torchrun starts the new processes of a restarted job with the old store, which belongs to its agent. The store still
+holds the addresses of the killed processes, and the new processes would call these in vain. So the clients first agree
+on a name for their attempt, and write all their keys below this name. torchrun's count of restarts cannot be the name,
+because each agent counts only the restarts that its own processes caused.
 
 The keys of a meeting:
 
@@ -13,9 +13,9 @@ The keys of a meeting:
 ``attempt``         written by client 0 at the same time: the number of the latest attempt at this store
 
 Invariant: a client joins under a name only if the attempt of that name has not begun. An attempt begins only when all
-clients have joined, so an attempt that begins after this client has joined includes this client. Of an earlier attempt
-only ``leader`` can mislead, and only until the new client 0 overwrites it. Clients that have joined under the name of a
-killed leader join again under the new name.
+clients have joined, so an attempt that begins after this client has joined includes this client. Of the keys of an
+earlier attempt, only ``leader`` can mislead, until the new client 0 overwrites it. Clients that have joined under the
+name of a killed leader join again under the new name.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def init_process_group(
     Blocks: On the slowest client, at most ``timeout``, by default 5 minutes.
 
     Args:
-        backend: As for PyTorch: ``gloo``, ``nccl``, ``cpu:gloo,cuda:nccl``; by default those that fit the devices.
+        backend: As for PyTorch: ``gloo``, ``nccl``, ``cpu:gloo,cuda:nccl``; by default the backends that fit the
+            devices.
         timeout: Bound on the group's collectives, and on finding the other clients; default as for PyTorch.
         pg_options: As for PyTorch.
         device_id: As for PyTorch.
@@ -82,7 +83,7 @@ def init_process_group(
         ConfigError: There is a default process group already, an environment variable is missing, or there is no such
             backend.
         CoordinatorUnavailableError: The store cannot be reached.
-        BarrierTimeoutError: Clients did not come in time; its ``missing`` says which.
+        BarrierTimeoutError: Clients did not come in time; its ``missing`` has their ids.
         CoordinationError: The clients came, but could not be connected.
     """
     if dist.is_initialized():
@@ -93,14 +94,14 @@ def init_process_group(
     config = Config.from_environ()
     store = open_store(config, timeout or TIMEOUT)
     own_store, attempt = agree_on_attempt(store, "process_group", config, timeout or TIMEOUT)
-    # The timeout as it was given: None leaves every backend its own, which is not `TIMEOUT`.
+    # The timeout as the caller gave it: None leaves every backend its own timeout, which is not `TIMEOUT`.
     make_default_group(own_store, attempt, config, backend, timeout=timeout, pg_options=pg_options, device_id=device_id)
 
 
 def make_default_group(
     store: Store, attempt: int, config: Config, backend: str | None = None, **options: Any
 ) -> dist.ProcessGroup:
-    """Make the default process group at a store that holds nothing of earlier attempts; return it.
+    """Make the default process group at a store without keys of earlier attempts; return the group.
 
     Collective: Over all clients.
 
@@ -151,7 +152,7 @@ def restart_advice() -> Iterator[None]:
 
 
 def key_suffix() -> str:
-    """Return a suffix for keys in the default group's store that tells this attempt's keys from other attempts'.
+    """Return a suffix for keys in the default group's store, unique to this attempt.
 
     Empty unless `is_stale`: the store of a group that `init_process_group` made belongs to one attempt.
     """
@@ -162,8 +163,8 @@ def open_store(config: Config, timeout: timedelta = TIMEOUT) -> Store:
     """Return the store at which clients meet.
 
     The variables ``MASTER_ADDR`` and ``MASTER_PORT`` name it: the store of torchrun's agent, or of client 0. Else
-    client 0 makes one at its own address, the first in ``DTENSOR_JOBS``, at that very port: nothing else of this
-    library listens there.
+    client 0 makes a store at its own address and port, the first in ``DTENSOR_JOBS``. This library uses that port for
+    nothing else.
 
     Raises:
         ConfigError: Neither names an address, or the port is no port number.
@@ -211,8 +212,8 @@ def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelt
         timeout: Bound on the wait for the others.
 
     Returns:
-        A store whose keys belong to this attempt alone, and the attempt's number. This number is higher than the
-        numbers of earlier attempts at this store, and no lower than the number in any client's environment.
+        A store whose keys belong to this attempt alone, and the attempt's number. This number exceeds the numbers of
+        earlier attempts at this store, and is at least the number in each client's environment.
 
     Raises:
         BarrierTimeoutError: Clients did not come in time.
@@ -243,7 +244,7 @@ class _Wait:
         Raises:
             BarrierTimeoutError: The deadline passes before; the clients that ``missing()`` returns did not come.
         """
-        # The store's own wait would do neither: notice that the leader changes, and tell which clients are missing.
+        # The store's own wait would not notice a change of the leader, and would not name the missing clients.
         while not is_over():
             if time.monotonic() > self._deadline:
                 clients = missing()
@@ -257,13 +258,13 @@ class _Wait:
 
 def _lead(store: Store, config: Config, wait: _Wait) -> str:
     """Publish a new name, wait until all clients have joined under it, and begin the attempt; return the name."""
-    # Random, so that no key of an earlier attempt at this store lies under it.
+    # Random, so that this store has no keys of an earlier attempt below this name.
     name = secrets.token_hex(8)
     keys = [f"joined/{name}/{client}" for client in range(config.num_clients)]
     store.set(keys[0], str(config.attempt))
     store.set("leader", name)
     wait.until(lambda: store.check(keys), lambda: [client for client, key in enumerate(keys) if not store.check([key])])
-    # Higher than all earlier attempts at this store, and as high as the environment of any client demands.
+    # Higher than all earlier attempts at this store, and at least the number in each client's environment.
     last = int(store.get("attempt")) if store.check(["attempt"]) else -1
     attempt = max(last + 1, *map(int, store.multi_get(keys)))
     store.set("attempt", str(attempt))
@@ -280,8 +281,8 @@ def _join(store: Store, config: Config, wait: _Wait) -> str:
 
     def has_begun() -> bool:
         nonlocal joined
-        # In this order: a leader that begins an attempt may lead the next one right away. If the name is another one
-        # and the attempt that this client has joined has not begun, then it never will.
+        # In this order: a leader that begins an attempt may lead the next attempt right away. If the name has changed
+        # and this client's attempt has not begun, then it will never begin.
         name = store.get("leader").decode() if store.check(["leader"]) else joined
         if joined and store.check([f"begun/{joined}"]):
             return True
@@ -291,6 +292,6 @@ def _join(store: Store, config: Config, wait: _Wait) -> str:
             joined = name
         return False
 
-    # Only the leader looks at who has joined, so all that this client can miss is the leader.
+    # Only the leader looks at the clients that have joined, so this client can only miss the leader.
     wait.until(has_begun, lambda: [0])
     return joined

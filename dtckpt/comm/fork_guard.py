@@ -1,9 +1,9 @@
 """Fork guard: refuse to use checkpoints in a process that was forked from one that uses them.
 
-After a fork, the parent's threads do not exist in the child, and locks that they held at that instant stay locked
-there: locks of TensorStore, of gRPC, of the store of `torch.distributed`, of a save that is under way. The child would
-hang. So the first use of checkpoints marks a process, and a child of a marked process gets an error before it takes any
-lock. A child that does not use checkpoints notices nothing.
+After a fork, the child lacks the parent's threads, and the locks that these threads held stay locked in the child.
+Such locks belong to TensorStore, gRPC, the store of `torch.distributed`, or a save. The child would hang. So the first
+use of checkpoints marks a process, and a child of a marked process gets an error before it takes any lock. The guard
+does not affect a child that does not use checkpoints.
 """
 
 from __future__ import annotations

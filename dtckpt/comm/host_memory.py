@@ -23,7 +23,7 @@ _PORTABLE = 1
 """``cudaHostRegisterPortable``: the memory is page-locked for all GPUs."""
 
 HUGE_PAGE_MIN_NBYTES = 4 << 20
-"""Smallest tensor for which huge pages are requested. The allocator mostly reuses memory for smaller ones."""
+"""Smallest tensor for which huge pages are requested. The allocator mostly reuses memory for smaller tensors."""
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | str | None = None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Rings of buffers in shared memory, through which clients of one host hand data on; Linux only.
 
-Each client has a ring. Only its owner writes to a ring's memory, and the others map that memory read-only. A client
-that was late, or has given up, so never changes the memory of another client::
+Each client has a ring. Only the owner writes to a ring's memory, and the others map this memory read-only. So a late
+client, or one that has given up, never changes the memory of another client::
 
     ring of client 0                                         ring of client 1
     slots 0 ... 7         --- copied out by client 1 -->
@@ -10,11 +10,11 @@ that was late, or has given up, so never changes the memory of another client::
                           <-- copied out by client 0 ---     slots 0 ... 7
 
 A span is the content of one slot. The producer fills slots in turn, and fills a slot again when all consumers have
-counted the span that it held. A client always consumes the spans that it finds, so no circle of clients waits.
+counted its last span. A client always consumes the spans that it finds, so clients cannot wait in a circle.
 
-The memory is a ``memfd`` (``man 2 memfd_create``). Peers open it below ``/proc``, by the address that its owner told
-them. A host may forbid that, so `HostRings.join` is a vote: each client says in its own ring whether it could open all
-others. So a client that refuses is seen by every client that can open its ring, and all other clients refuse anyway.
+The memory is a ``memfd`` (``man 2 memfd_create``). Peers open it below ``/proc``, by the address that the owner sent. A
+host may forbid this, so `HostRings.join` is a vote: each client writes in its own ring whether it could open all other
+rings. A client that can open all rings sees every refusal, and any other client refuses itself.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ _NUM_YIELDS = 20
 """So many times a waiting client gives its core to others, before it sleeps."""
 _MIN_SLEEP_S, _MAX_SLEEP_S = 50e-6, 0.5e-3
 _LIVENESS_PERIOD_S = 0.1
-"""How often a waiting client looks whether the others live."""
+"""Seconds between two checks of a waiting client that the others live."""
 _SILENT_S = 1.0
-"""A client that has not waited for so long reads, or hangs."""
+"""A client that has not waited for so long is reading, or hangs."""
 
 
 class RingAddress(NamedTuple):
@@ -122,7 +122,7 @@ class OwnRing(_Ring):
         self.address = RingAddress(host.hex(), os.getpid(), self._descriptor, int(self.words[_TOKEN]))
 
     def close(self) -> None:
-        """Give the memory up; clients that have mapped it keep it as it is."""
+        """Give up the memory; it stays unchanged for clients that have mapped it."""
         if self._descriptor < 0:
             return
         if self.state == _OPENING:
@@ -151,7 +151,7 @@ class _PeerRing(_Ring):
         # The process first: it still lives when its memory is found below, so no other process has its number.
         self.process = os.pidfd_open(address.pid)
         try:
-            # Not blocking: if the owner has closed it, the descriptor may be of anything.
+            # Not blocking: if the owner has closed it, the descriptor may belong to another file.
             descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDONLY | os.O_NONBLOCK)
             try:
                 if os.fstat(descriptor).st_size != _TOTAL_NBYTES:
@@ -196,10 +196,10 @@ class HostRings:
         self._client = client
         self._peers: dict[int, _PeerRing] = {}
         self._num_taken = self._num_published = 0
-        # The slot that was freed last is taken first: it is most likely in the processor's cache.
+        # Take the slot that was freed last: it is most likely in the processor's cache.
         self._free = list(range(NUM_SLOTS))
         self._taken: deque[int] = deque()
-        """Slots of the spans that were taken and are not consumed by all, in order."""
+        """Slots in use, in order: taken, and not yet consumed by all clients."""
         self._num_consumed = dict.fromkeys(self._clients, 0)
         self._ended: set[int] = set()
         self._num_waits = 0
@@ -299,7 +299,7 @@ class HostRings:
 
         Args:
             clients: The others.
-            sleep: Sleeps for so many seconds at most, if it has something to wait for, and tells whether it had.
+            sleep: Sleeps for so many seconds at most, if it has work to wait for; returns whether it had.
 
         Raises:
             CoordinationError: One of them has ended, or the timeout is over since the last progress.
@@ -313,7 +313,8 @@ class HostRings:
             self._looked_at = now
             clients = sorted(clients)
             for client in clients:
-                # At the second look: before the first, the client may have handed all on, and then ended.
+                # At the second look: before the first look, the client may have handed on all its spans, and then
+                # ended.
                 if client in self._ended:
                     raise CoordinationError(
                         f"client {client} has ended while it read tensors together with the other clients of its host; "

@@ -44,7 +44,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
         yield
     finally:
         with _lock:
-            # By identity, and once: the same callable may be registered twice, and another may compare equal to it.
+            # By identity, and once: the same callable may be registered twice, and another callable may compare equal.
             position = next(index for index, other in enumerate(_observers) if other is observer)
             _observers = _observers[:position] + _observers[position + 1 :]
 

@@ -1,4 +1,4 @@
-"""Point-to-point messages of CPU tensors between clients: same-host transport where it works, Gloo elsewhere.
+"""Point-to-point messages of CPU tensors between clients: by same-host transport if it works, else by Gloo.
 
 Before two clients exchange their first message they make a handshake through Gloo. The handshake finds out whether both
 run on one host and may read each other's memory. If so, `dtckpt.comm.same_host` carries their messages, else Gloo
@@ -56,7 +56,7 @@ _CREDENTIALS = struct.Struct("=iII")
 
 
 class PendingMessage(Protocol):
-    """A message that is being sent or received."""
+    """A message under way."""
 
     def wait(self) -> object:
         """Return when it is done. Raises RuntimeError: the other client is gone, or did not come in time."""
@@ -140,8 +140,8 @@ class Connections:
         self.endpoints: dict[int, Endpoint | None] = {}
         """By client; None for clients that only Gloo reaches."""
         self._handshakes: dict[int, Handshake] = {}
-        """By client, until they are finished. Another thread, or a call after a failure, uses the same handshake again,
-        since the other client has its half of it."""
+        """By client, unfinished handshakes. Another thread, or a call after a failure, uses the same handshake again,
+        because the other client has its half of it."""
         self._lock = threading.Lock()
         self._timeout_s = timeout_s
 
@@ -159,8 +159,8 @@ class Connections:
                         self._handshakes[client] = Handshake(client, gloo, ranks[client])
             handshakes = [self._handshakes[client] for client in new]
         # No deadlock, because every client finishes its handshakes in ascending order of the peers. If A waits for B,
-        # and B still waits for C, then C < A, since B would take A after C. So along a chain of waits every second
-        # client is lower than the one before, and the chain never closes to a cycle.
+        # and B still waits for C, then C < A, since B would take A after C. So along a chain of waits, each client is
+        # lower than the client two places before, and the chain never closes to a cycle.
         for client, handshake in zip(new, handshakes, strict=True):
             with _failures_named(client):
                 self.endpoints[client] = handshake.finish(self.engine, self._timeout_s)
@@ -190,7 +190,7 @@ class Handshake:
     def __init__(self, client: int, gloo: Any, rank: int) -> None:
         self._client, self._gloo, self._rank = client, gloo, rank
         self._host = host_id()
-        # A process that finds these random bytes at this address can indeed read the memory of this very process.
+        # A process that finds these random bytes at this address can indeed read this process's memory.
         self._probe = ctypes.create_string_buffer(secrets.token_bytes(_PROBE_NBYTES), _PROBE_NBYTES)
         address = secrets.token_bytes(16)
         self._listener: socket.socket | None = None
@@ -206,7 +206,7 @@ class Handshake:
             if self._listener is not None:
                 self._listener.close()
             raise
-        # In a tuple, since None is an outcome too: Gloo carries the messages.
+        # In a tuple, because None is also an outcome: Gloo carries the messages.
         self._outcome: tuple[Endpoint | None] | None = None
         self._lock = threading.Lock()
 
@@ -313,5 +313,5 @@ def _socket() -> socket.socket:
 
 
 def _socket_name(address: bytes) -> bytes:
-    """Return an abstract socket name (``man 7 unix``): it is in no file system, but users can list such names."""
+    """Return an abstract socket name (``man 7 unix``): outside of any file system, but visible to users."""
     return b"\0dtckpt-" + address.hex().encode()

@@ -4,7 +4,7 @@ A client's id is its rank in the default process group.
 
 `torch.distributed.new_group` does not fit: its members find each other under a name that counts all groups that the
 process has made so far. Two clients that have made different numbers of other groups would wait for each other forever.
-Here the name is derived from the members, so only they have to call.
+Here the members determine the name, so only the members have to call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _lock = threading.Lock()
 _groups: WeakValueDictionary[Key, dist.ProcessGroup] = WeakValueDictionary()
 _connected: WeakSet[dist.ProcessGroup] = WeakSet()
 _backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
-# By default group: how often a group of these members and this backend was made.
+# By default group, the number of groups made so far of these members and this backend.
 _generations: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[tuple[int, ...], str]]] = WeakKeyDictionary()
 
 
@@ -116,7 +116,7 @@ def process_group_of(
         raise CoordinationError(
             f"process group: got clients {capped(ranks)}, expected this client, {dist.get_rank()}, among them"
         )
-    # A group costs connections among its members, so the default group is taken where it serves as well.
+    # A group costs connections among its members, so use the default group if it serves as well.
     world, is_usual = dist.group.WORLD, override == (None, None)
     if (
         is_usual
@@ -128,8 +128,8 @@ def process_group_of(
     backend, options = override
     key = ranks, backend or backend_of(device_type), options
     with _lock:
-        # Under the lock: of two threads that made one group at once, the second would make the next generation, for
-        # which no other client waits.
+        # Under the lock: if two threads made one group at once, the second thread would make the next generation, and
+        # no other client waits for that.
         group = _groups.get(key)
         if group is None or not _is_alive(group):
             group = _groups[key] = _make(key)
@@ -139,8 +139,8 @@ def process_group_of(
 def connected_process_group(clients: Iterable[int], device: torch.device) -> dist.ProcessGroup:
     """Return the process group of some clients, ready for messages between any two members.
 
-    NCCL connects a group in its first operation. If that were a message, all members would have to take part in it, so
-    an all-reduce of one element comes first.
+    NCCL connects a group in its first operation, in which all members must take part. So an all-reduce of one element
+    precedes the first message.
 
     Collective: The first time over ``clients``.
 
@@ -207,7 +207,7 @@ def _default_group_backends() -> dict[str, str]:
 def _is_alive(group: dist.ProcessGroup) -> bool:
     """Whether a group was not destroyed."""
     try:
-        # torch looks a group up in its own table, from which it removes the group when that is destroyed.
+        # torch looks up a group in its own table, and removes it there when the group is destroyed.
         dist.get_backend(group)
     except ValueError:
         return False
@@ -223,7 +223,7 @@ def _make(key: Key) -> dist.ProcessGroup:
     generations = _generations.setdefault(world, Counter())
     # A new name each time: the store still holds the addresses of a destroyed group under its name.
     generations[ranks, backend] += 1
-    # A digest keeps the name short, however many the clients are.
+    # A digest keeps the name short for any number of clients.
     members = hashlib.sha1("_".join(map(str, ranks)).encode(), usedforsecurity=False).hexdigest()
     with _without_splitting(world), _connection_errors(ranks):
         group: dist.ProcessGroup
@@ -268,7 +268,7 @@ def _connection_errors(ranks: Iterable[int], suffix: str = "") -> Iterator[None]
 def _without_splitting(world: dist.ProcessGroup) -> Iterator[None]:
     """Unbind the default group from its GPU for the body.
 
-    From a bound default group NCCL makes other groups by splitting it, which all clients would have to call.
+    NCCL makes other groups by splitting a bound default group, and then all clients would have to call.
     """
     bound = world.bound_device_id
     if bound is None:
@@ -282,7 +282,7 @@ def _without_splitting(world: dist.ProcessGroup) -> Iterator[None]:
 
 
 def timeout_of(world: dist.ProcessGroup, backend: str = _DEFAULT_BACKEND) -> timedelta:
-    """Return the default group's timeout, or the backend's usual one if the default group does not tell."""
+    """Return the default group's timeout, or the backend's usual timeout if the default group has none."""
     inner = torch_private.backend_of(world, torch_private.devices_of(world)[0])
     timeout: timedelta | None = getattr(getattr(inner, "options", None), "_timeout", None)
     return torch_private.get_default_timeout(backend) if timeout is None else timeout

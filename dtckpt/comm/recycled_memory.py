@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 RECYCLED_NBYTES = 1 << 20
-"""The C library uses the memory of smaller arrays again, and at less cost."""
+"""For smaller arrays the C library uses memory again, at less cost."""
 
 
 class RecycledMemory:

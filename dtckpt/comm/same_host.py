@@ -14,8 +14,8 @@ only the payload's address, and the receiver copies the payload out of the sende
       send()    ---- OFFER: tag, number, address, seal --->  reads the payload, then the seal, from the sender
       is_done   <--- ACK: number --------------------------  seal == number: the payload is the message
 
-In both cases, as in Gloo, a send is done when the receiver has the message, not when the socket has it. The exception
-is an eager message to a client whose own message the sender waits for anyway (``is_answered``): it needs no ACK.
+In both cases, as in Gloo, a send is done when the receiver has the message, not when the socket has it. An eager
+message needs no ACK if the sender waits for a message of the receiver anyway (``is_answered``).
 
 The words are MPI's: a *posted* receive has no message yet, an *unexpected* message has no receive yet, and the
 *progress engine* moves messages. The threads that wait for messages run it; `ProgressEngine.ensure_progress` starts a
@@ -57,7 +57,7 @@ _MAX_POLL_S = 1.0
 
 
 class Request:
-    """A message that is being sent or received; leave its memory alone until it `is_done` or was abandoned."""
+    """A message under way; do not touch its memory until it `is_done` or was abandoned."""
 
     __slots__ = ("_engine", "client", "copying_thread", "error", "failures", "is_done", "memory", "seal")
 
@@ -86,7 +86,7 @@ class Request:
             raise RuntimeError(self.error or self.failures[0])
 
     def abandon(self) -> None:
-        """Give the memory up: nothing is written to it any more, and no receiver takes new content for the message."""
+        """Give up the memory: no thread writes to it any more, and no receiver takes new content for the message."""
         self._break_seal()
         with self._engine.lock:
             if not self.copying_thread:
@@ -126,18 +126,18 @@ class Endpoint:
 
     def __init__(self, engine: ProgressEngine, connection: socket.socket, client: int, pid: int) -> None:
         self._engine, self.connection, self.client, self._pid = engine, connection, client, pid
-        # By tag. At most one of the two has an entry for a tag: a message meets a receive as soon as both are there.
+        # By tag. At most one of the two has an entry for a tag: a message meets its receive as soon as both exist.
         self._posted: dict[int, deque[Request]] = {}
         self._unexpected: dict[int, deque[bytes]] = {}
         # Sends by number, until their ACK comes.
         self._sent: dict[int, Request] = {}
-        # Packets, headers alone, that wait until the socket has space. A message that finds the socket full is offered
-        # instead, however small, so the backlog never holds a payload.
+        # Packets without payloads that wait until the socket has space. If the socket is full, this client offers even
+        # a small message, so the backlog never holds a payload.
         self._backlog: deque[bytes] = deque()
         self._disconnect_reason = ""
         """Why nothing can be sent any more."""
         self._is_closed = False
-        """Whether nothing can be received any more either."""
+        """Whether this client cannot receive any more, either."""
 
     @property
     def has_backlog(self) -> bool:
@@ -146,7 +146,7 @@ class Endpoint:
 
     @property
     def is_idle(self) -> bool:
-        """Whether this client neither waits for a message nor has one to send."""
+        """Whether this client neither waits for a message nor has a message to send."""
         return not (self._posted or self._sent or self._backlog)
 
     def send(
@@ -157,8 +157,8 @@ class Endpoint:
         Args:
             memory: The message: a contiguous tensor in host memory.
             tag: The message's tag.
-            is_answered: Whether this client waits for a message of the other client anyway, and so notices if the other
-                client does not take part. An eager send is then done at once, without an ACK.
+            is_answered: Whether this client waits for a message of the other client anyway, and so notices its absence.
+                Then an eager send is done at once, without an ACK.
             failures: Errors of the messages that are waited for together with this one.
         """
         request, nbytes = Request(self._engine, self.client, memory, failures), memory.nbytes
@@ -199,7 +199,7 @@ class Endpoint:
             packet = self.connection.recv(_MAX_PACKET_NBYTES)
         except (BlockingIOError, ConnectionResetError):
             # The system reports a reset if the other client ended and left packets unread. The packets that it sent
-            # are still to come.
+            # will still arrive.
             return
         except OSError:
             packet = b""
@@ -264,7 +264,7 @@ class Endpoint:
             request.finish(error)
 
     def _copy(self, packet: bytes, buffer: torch.Tensor) -> str:
-        """Copy a message into a buffer; return why that failed, or an empty string."""
+        """Copy a message into a buffer; return the reason of a failure, or an empty string."""
         kind, _, number, address, nbytes, seal_address = _HEADER.unpack_from(packet)
         if nbytes != buffer.nbytes:
             return f"client {self.client} sent {nbytes} bytes, expected {buffer.nbytes}"
@@ -304,10 +304,10 @@ class Endpoint:
 
 
 class ProgressEngine:
-    """Makes progress with the messages of all endpoints, in whichever thread waits for one.
+    """Makes progress with the messages of all endpoints, in a thread that waits for a message.
 
-    Invariant: at most one thread polls the sockets and handles packets. The others sleep until it has handled some,
-    then each checks whether its own message is done, and one of them polls next.
+    Invariant: at most one thread polls the sockets and handles packets. The other threads sleep until it has handled
+    some. Then each thread checks whether its own message is done, and one of them polls next.
 
     Args:
         timeout_s: How long a wait may take.

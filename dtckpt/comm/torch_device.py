@@ -31,7 +31,7 @@ def device_of(name: str) -> torch.device:
 
 
 class SideStreams:
-    """Work on a separate stream per GPU, after everything that the current streams have been given so far.
+    """Work on a separate stream per GPU, after all work that the current streams have so far.
 
     The host never waits. The caching allocator does not reuse memory that the work reads or writes before it has run.
 

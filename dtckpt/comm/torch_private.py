@@ -1,7 +1,7 @@
 """The private names of PyTorch that this package uses; any release may change them without notice.
 
 Other modules take them from here. So a new release of PyTorch needs changes on this page only.
-Operators (``torch.ops``) are not among them: those that a release lacks are left out where rules are registered.
+Operators (``torch.ops``) are not among them: the registry of rules leaves out operators that a release lacks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _meshes: Any = device_mesh._mesh_resources
 
 
 def root_mesh_of(mesh: Any) -> Any:
-    """Return the ``DeviceMesh`` that a ``DeviceMesh`` is a slice of, over all slices; itself if it is none."""
+    """Return the root ``DeviceMesh`` of a slice, over all slices; return a ``DeviceMesh`` itself if it is no slice."""
     # In PyTorch 2.9 the tables of the thread that cut the mesh know it, later the mesh itself.
     return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _meshes.get_root_mesh(mesh)
 
@@ -151,13 +151,13 @@ def storage_nbytes(tensor: torch.Tensor) -> int:
 
 
 def cached_global_plans(changed: Sequence[Any]) -> Sequence[Any] | None:
-    """Return the plans of all ranks, of which a caching `SavePlanner` gives only those that have changed.
+    """Return the plans of all ranks; a caching `SavePlanner` gives only the changed plans.
 
     Args:
         changed: The result of its ``create_global_plan``: by rank the new plan, or a plan that is not usable.
 
     Returns:
-        The plans; None if nothing has changed, or if they are not kept by such a planner.
+        The plans; None if no plan has changed, or if the planner does not cache plans.
     """
     from torch.distributed.checkpoint.planner import SavePlanner  # here, as most programs do without
 

@@ -1,15 +1,15 @@
 """The interface through which clients meet: the `Coordination` Protocol, and the values that go through it.
 
-Clients say one thing to each other: they arrive at a barrier, with a vote. A client that fails votes no and says why.
-So the others learn the reason at once, and do not wait for a deadline.
+Clients send each other one kind of message: they arrive at a barrier, with a vote. A client that fails votes no with a
+reason. So the others learn the reason at once, and do not wait for a deadline.
 
 Clients meet at one *meeting point*: the coordinator (`GrpcCoordination`), a `torch.distributed` store
 (`TorchStoreCoordination`), or, for a single client, nowhere (`SingleClientCoordination`). `dtckpt.coordination.connect`
 chooses. All implementations keep the same rules:
 
 * A barrier passes when every participant has arrived with an ok vote and the same topic.
-* The verdict is decided once, is the same for all clients, and stays: late and repeated arrivals get the stored one.
-* An arrival belongs to one call of one incarnation of one client. Nothing is decided by counting.
+* There is one verdict, equal for all clients, and it stays: late and repeated arrivals get the stored verdict.
+* An arrival belongs to one call of one incarnation of one client. No rule counts arrivals.
 * A client that is silent for longer than the heartbeat timeout is lost, and every open barrier of which it is a
   participant fails. The coordinator, or each client at a store, measures silence with its own monotonic clock. A client
   that never registered is not lost but missing.
@@ -26,15 +26,15 @@ from typing import Protocol, runtime_checkable
 
 from dtckpt import errors
 
-# Each client that collects gets every payload: with 4096 clients 16 MiB. The coordinator has the same limits, and
-# refuses longer values (`dtckpt_server.events`).
+# Each client with ``collect=True`` gets every payload: with 4096 clients 16 MiB. The coordinator has the same limits,
+# and refuses longer values (`dtckpt_server.events`).
 MAX_PAYLOAD_BYTES = 4096
 MAX_NAME_BYTES = 256
 MAX_TOPIC_BYTES = 256
 
 
 def wire_text(text: str) -> str:
-    """Return ``text`` as it can be sent: cut to a length that fits, and with lone surrogates escaped.
+    """Return ``text`` in a form that can be sent: cut to the allowed length, and with lone surrogates escaped.
 
     UTF-8 cannot encode lone surrogates; they come from file names that are not valid Unicode.
     """
@@ -48,7 +48,7 @@ class Vote:
     Args:
         ok: False fails the barrier for all clients, at once.
         payload: At most `MAX_PAYLOAD_BYTES`; participants that ask with ``collect=True`` get it.
-        topic: Digest of the subject that the client has in mind (as a save's plan); all topics must be equal.
+        topic: Digest of the client's subject, such as a save's plan; all topics must be equal.
         code: With ``ok=False``: the error class of `errors.to_wire`.
         reason: With ``ok=False``: its message.
     """
@@ -60,7 +60,7 @@ class Vote:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        # A vote that is too long fails here, at the client that made it; later it would be a failure of the barrier.
+        # A vote that is too long fails here, on its own client; later it would fail the barrier.
         for what, value, limit in (
             ("payload", self.payload, MAX_PAYLOAD_BYTES),
             ("topic", self.topic, MAX_TOPIC_BYTES),
@@ -85,11 +85,11 @@ YES = Vote()
 class Operation:
     """A save or a restore, to which several barriers belong. A client is in one operation at a time.
 
-    Clients come to the operation's first barrier with `BEGIN`, and to the later ones with the operation that the first
-    one returned.
+    Clients come to the operation's first barrier with `BEGIN`, and to later barriers with the operation that the first
+    barrier returned.
 
     Args:
-        id: The same for all participants; the meeting point makes it at the first barrier. "": not begun.
+        id: Equal for all participants; the meeting point makes it at the first barrier. "": not begun.
         calls: Number of the call with which each participant began; empty where a coordinator knows them.
     """
 
@@ -103,14 +103,14 @@ BEGIN = Operation()
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Which round of a name the client comes for, as far as it can tell; see `dtckpt.coordination.barrier_rules`.
+    """A client's own view of the round for which it comes; see `dtckpt.coordination.barrier_rules`.
 
     Args:
         text: Compared for equality only. At most `MAX_NAME_BYTES`.
         is_certain: Whether a client that skipped rounds would have another text.
     """
 
-    # The meeting point never orders positions: steps and counts of calls are alike to it.
+    # The meeting point never orders positions: it treats steps and counts of calls in the same way.
     text: str = ""
     is_certain: bool = False
 
@@ -127,27 +127,27 @@ class Verdict:
         generation: Number of the round among the rounds of its name.
         payloads: By client, for callers that asked with ``collect=True``.
         operation: The operation that began with this barrier, or that it belongs to.
-        cut_off: The clients whose arrival got through only at a later try, or after the coordinator lost its state.
+        cut_off: The clients whose arrival succeeded only at a later try, or after the coordinator lost its state.
     """
 
     name: str
     generation: int
     payloads: Mapping[int, bytes]
     operation: Operation = BEGIN
-    # Such a client may have missed rounds of the others, so its count of operations says less than theirs.
+    # Such a client may have missed rounds of the others, so its count of operations is less reliable than theirs.
     cut_off: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """Who a client is: its place in the job, and which process has this place.
+    """The identity of a client: its place in the job, and the process that has this place.
 
     Args:
         job: Name of the job.
         client: From 0 to ``num_clients`` - 1.
         num_clients: Of the job.
-        incarnation: Random id of the process, which tells it from an earlier process in the same place.
-        attempt: Which start of the whole job, from 0 to 2^32 - 1.
+        incarnation: Random id of the process, different from an earlier process in the same place.
+        attempt: Number of the start of the whole job, from 0 to 2^32 - 1.
         job_name: Name of the job in full task names (`dtckpt.job_name`); empty: ``job``.
 
     Raises:
@@ -171,8 +171,8 @@ class Member:
             raise errors.ConfigError(f"attempt of job {self.job!r} is {self.attempt}; expected 0 to 2^32 - 1")
         for name in (self.job, self.job_name):
             try:
-                # Names go into messages and keys as UTF-8; an error there would come in the middle of a barrier, or of
-                # a heartbeat.
+                # Names go into messages and keys as UTF-8. An error there would appear in the middle of a barrier or a
+                # heartbeat.
                 name.encode()
             except UnicodeEncodeError as error:
                 raise errors.ConfigError(f"name of the job, {name!r}, is not valid Unicode: {error.reason}") from None
@@ -184,7 +184,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The state of a client's work. Heartbeats go on while a client is stuck, so only progress tells slow from hung.
+    """The state of a client's work. A stuck client still sends heartbeats, so only progress separates slow from hung.
 
     Args:
         phase: Name of the phase, as ``write``.
@@ -209,7 +209,7 @@ class Progress:
             )
         object.__setattr__(self, "phase", wire_text(self.phase))
         for name, number in numbers.items():
-            # Plain integers: JSON, in which heartbeats at a store are written, has no NumPy numbers.
+            # Plain integers: heartbeats at a store are JSON, which has no NumPy numbers.
             object.__setattr__(self, name, operator.index(number))
 
 
@@ -220,7 +220,7 @@ def _is_sendable(number: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TaskStatus:
-    """One client as seen by the others.
+    """One client, as the others see it.
 
     Args:
         client: Its id.
@@ -236,7 +236,7 @@ class TaskStatus:
     incarnation: int = 0
     heartbeat_age_s: float | None = None
     progress: Progress = Progress()
-    # Apart from the heartbeat's age, as heartbeats go on while a client is stuck: this age tells slow from hung.
+    # Beside the heartbeat's age, because a stuck client still sends heartbeats: this age separates slow from hung.
     progress_age_s: float | None = None
     host: str = ""
     name: str = ""
@@ -263,7 +263,7 @@ class BarrierStatus:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """The job as seen from this client."""
+    """The job, as this client sees it."""
 
     job: str
     num_clients: int
@@ -301,7 +301,7 @@ class Coordination(Protocol):
     def heartbeat(self, progress: Progress) -> None:
         """Set the progress that heartbeats report. A new phase is sent at once.
 
-        Never blocks. Heartbeats go out by themselves, however seldom this is called.
+        Never blocks. A thread sends heartbeats, also between calls of this method.
         """
         ...
 
@@ -318,13 +318,13 @@ class Coordination(Protocol):
     ) -> Verdict:
         """Wait until all participants (default: all clients) have arrived.
 
-        Collective: Over ``participants``. Returns for all, or raises the same error class and text for all.
+        Collective: Over ``participants``. Returns on all clients, or raises the same error class and text on all.
         Blocks: At most about ``timeout_s``; the shortest timeout among the participants that arrived decides.
 
         An error has these attributes, where they apply. ``is_verdict``: the error is the barrier's verdict; without it,
-        the caller does not know how the round ended. ``was_cut_off``: this client's arrival got through only at a later
-        try, or after the coordinator lost its state. ``is_retold``: the error comes from an earlier round, which
-        this client had missed.
+        the caller does not know how the round ended. ``was_cut_off``: this client's arrival succeeded only at a later
+        try, or after the coordinator lost its state. ``is_retold``: the error comes from an earlier round, which this
+        client had missed.
 
         Args:
             name: 1 to `MAX_NAME_BYTES` bytes of UTF-8.
@@ -353,5 +353,5 @@ class Coordination(Protocol):
         ...
 
     def status(self) -> JobStatus:
-        """Return the states of all clients, and the open barriers with the clients that they wait for."""
+        """Return the states of all clients, and the open barriers with their missing clients."""
         ...

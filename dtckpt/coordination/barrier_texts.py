@@ -1,6 +1,6 @@
 """The texts of barrier errors: one source for the coordinator and for clients that meet at a store.
 
-A user sees the same sentence whichever of the two decides a barrier, and tests pin each sentence byte for byte.
+A user sees the same sentence from both meeting points, and tests compare each sentence byte by byte.
 Pure: no clock, no I/O. Imports nothing that the coordinator's image lacks.
 """
 
@@ -13,22 +13,22 @@ from typing import Protocol
 from dtckpt.errors import capped
 
 UNCHANGED_S = 10.0
-"""Progress that has not changed for at least so long is called unchanged."""
+"""Texts call progress unchanged if it has not changed for at least so long."""
 NEVER_REGISTERED = ", which never registered"
-"""Ends the description of a missing client that has never been heard."""
+"""Ends the description of a missing client that never registered."""
 WAS_INTERRUPTED = "was interrupted while it waited"
 """Why a client cancels a barrier after Ctrl-C."""
 BESIDE = "#"
-"""Separates the two parts of the name of a job beside another: the other job, and the work that is done beside it."""
+"""Separates the two parts of the name of a job beside another: the other job, and the work beside it."""
 DURABLE = "durable-"
-"""Begins the name of such work: a local tier writes to the root. A number in hexadecimal digits follows."""
+"""Begins the name of such work, for a local tier that writes to the root. A number in hexadecimal digits follows."""
 COMMAND = "command-"
-"""Begins the name of the other such work: a command reads live versions. A number follows, too."""
+"""Begins the name of such work, for a command that reads live versions. A number follows, too."""
 _BESIDE_ANOTHER = re.compile(f"(.+){BESIDE}(?:{DURABLE}|{COMMAND})[0-9a-f]{{1,16}}", re.DOTALL)
 
 
 def main_job(job: str) -> str:
-    """Return the job that a job is beside; if it is beside none, the job itself."""
+    """Return the main job of a job beside it; return any other job itself."""
     match = _BESIDE_ANOTHER.fullmatch(job)
     return match[1] if match else job
 
@@ -62,7 +62,7 @@ def last_seen(progress: ReportedProgress, unchanged_s: float = 0.0) -> str:
 
     Args:
         progress: The client's last report.
-        unchanged_s: Seconds for which it has reported the same. A client that sends heartbeats but makes no progress is
+        unchanged_s: Seconds since its report last changed. A client that sends heartbeats but makes no progress is
             stuck.
     """
     if not progress.phase:
@@ -84,7 +84,7 @@ def has_left(who: str, seen: str) -> str:
 
 
 def is_rival(who: str, attempt: int) -> str:
-    """Return the error of a process that wants the id of another, living process."""
+    """Return the error of a process that wants the client id of another, living process."""
     return (
         f"{who} of attempt {attempt} is another live process; every client needs an id of its own, and a "
         "restarted job a higher attempt"
@@ -110,7 +110,7 @@ def lost(name: str, fates: Iterable[str], num_clients: int) -> str:
     Args:
         name: Of the barrier.
         fates: Descriptions of the ends of the first of these clients.
-        num_clients: How many there are.
+        num_clients: Number of all these clients.
     """
     return f"barrier {name!r} failed: {capped(fates, count=num_clients)}"
 
@@ -127,7 +127,7 @@ def cancelled(name: str, who: str, reason: str) -> str:
 
 
 def came_late(name: str, age_s: float, message: str) -> str:
-    """Return the error of clients that came after a round had failed, and that no client joined for another round.
+    """Return the error of clients that came after a round had failed, when no other client came for a new round.
 
     Args:
         name: Of the barrier.
@@ -140,7 +140,7 @@ def came_late(name: str, age_s: float, message: str) -> str:
 
 
 def gave_up(name: str, who: str) -> str:
-    """Return the error of a round in which a client stopped waiting without having heard a verdict."""
+    """Return the error of a round in which a client stopped waiting before it got a verdict."""
     return f"barrier {name!r}: {who} has given up waiting: it was cut off, interrupted, or its own time was over"
 
 

@@ -1,6 +1,6 @@
-"""Choose how this process meets the other clients of its job, and keep the one connection of the process.
+"""Choose how this process meets the other clients of its job, and keep the single connection of the process.
 
-The first of these that applies:
+The first choice that applies:
 
 1. the coordinator that an argument or the environment names (`dtckpt.coordination.discovery`)
 2. a single client: it meets no others
@@ -38,7 +38,7 @@ logger = logging.getLogger("dtckpt.coordination")
 _lock = threading.RLock()
 _current: Coordination | None = None
 _arguments: dict[str, Any] = {}
-"""Those that `initialize_multi_client` connected with."""
+"""The arguments of `initialize_multi_client`."""
 _has_process_group = False
 """Whether `initialize_multi_client` has made the default process group."""
 
@@ -54,9 +54,9 @@ def connect(
 
     Args:
         env: Environment variables; default: the process's variables.
-        coordinator: ``host:port``; default: as the environment says.
-        heartbeat_timeout_s: Silence after which a client counts as lost, in seconds; default: as the environment says.
-        fallback: As for `initialize_multi_client`; default: as the environment says.
+        coordinator: ``host:port``; default: from the environment.
+        heartbeat_timeout_s: Silence after which a client counts as lost, in seconds; default: from the environment.
+        fallback: As for `initialize_multi_client`; default: from the environment.
 
     Raises:
         ConfigError: A variable has a value that cannot be used, or the clients have no place to meet.
@@ -102,7 +102,7 @@ def _member(env: Mapping[str, str]) -> Member:
     if config.num_clients > 1 and not env.get("DTCKPT_ATTEMPT"):
         from dtckpt.comm.default_process_group import attempt_of_default_group
 
-        # The attempt on which the clients have agreed, if any: the nodes of a job may count their restarts differently.
+        # The attempt on which the clients have agreed, if any, because nodes of a job may count restarts differently.
         agreed = attempt_of_default_group()
         attempt = attempt if agreed is None else agreed
     return Member(job, config.client_id, config.num_clients, identity.incarnation(), attempt, config.job_name)
@@ -126,11 +126,12 @@ def current_coordination() -> Coordination:
 def connect_beside(name: str) -> Coordination:
     """Return a further coordination of this process, not yet registered, in a job beside its own.
 
-    Work that goes on beside the job's saves and restores meets there: in one job, a client is in one operation at a
-    time. The caller leaves it.
+    Work that runs beside the job's saves and restores needs its own job, because in one job a client is in one
+    operation at a time. The caller leaves the job.
 
     Args:
-        name: Name of the work. A client that left such a job must not join it again: others may still see it as left.
+        name: Name of the work. A client that left such a job must not join it again, because others may still count it
+            as left.
 
     Raises:
         DtckptError: As `connect`.
@@ -141,13 +142,13 @@ def connect_beside(name: str) -> Coordination:
 
 @contextmanager
 def as_job_of_command(heartbeat_timeout_s: float) -> Iterator[Coordination]:
-    """Let the coordination of this process be one in a new job beside its own; yield it, and leave it in the end.
+    """Let this process coordinate in a new job beside its own; yield this coordination, and leave the job in the end.
 
-    So a command in the shell of a training job does not take the place of one of its clients, and commands that run at
-    one time do not take each other's.
+    So a command in the shell of a training job does not take the place of a client of the job. Two commands at one time
+    do not take each other's place.
 
     Args:
-        heartbeat_timeout_s: Half of the time for which the coordinator is looked for.
+        heartbeat_timeout_s: Half of the time for which this process looks for the coordinator.
 
     Raises:
         DtckptError: As `connect`.
@@ -164,7 +165,7 @@ def as_job_of_command(heartbeat_timeout_s: float) -> Iterator[Coordination]:
 
 
 def set_coordination(coordination: Coordination | None) -> None:
-    """Make ``coordination`` the coordination of this process. Does not leave the earlier one; its owner does."""
+    """Make ``coordination`` the coordination of this process. The owner of the earlier coordination leaves it."""
     global _current  # noqa: PLW0603  (one coordination per process)
     with _lock:
         _current = coordination
@@ -179,28 +180,27 @@ def initialize_multi_client(
 ) -> None:
     """Connect this process to the other clients of its job and register it.
 
-    If there are several clients and no default process group of `torch.distributed`, this makes one, because operators
-    and changes of layout need it. The group uses Gloo on the host, and also NCCL where there are GPUs. The clients find
-    each other
+    If there are several clients and no default process group of `torch.distributed`, the call makes the group, because
+    operators and changes of layout need it. The group uses Gloo on the host, and also NCCL if there are GPUs. The
+    clients find each other
 
     1. at the store that ``MASTER_ADDR`` and ``MASTER_PORT`` name, as under torchrun;
-    2. else through the coordinator, if there is one: client 0 opens a port, and tells the others;
+    2. else through the coordinator, if there is one: client 0 opens a port, and sends its address to the others;
     3. else at the first address of ``DTENSOR_JOBS``, where client 0 listens.
 
-    Collective: Over all clients, if it makes the process group.
+    Collective: Over all clients, if the call makes the process group.
 
     Blocks: On the slowest client then, at most 5 minutes.
 
     Args:
         coordinator: ``host:port`` of a running ``dtckpt-coordinator serve``; default: the coordinator that the
             environment names (`dtckpt.coordination.discovery`), else the store of `torch.distributed`.
-        enable_coordination_service: Register this client now, so that the others know of it and notice its loss. False:
-            it registers when something first needs that, as a save does, or making the process group through the
-            coordinator.
+        enable_coordination_service: Register this client now, so that the others notice its loss. False: the client
+            registers at its first need, such as a save, or a process group through the coordinator.
         heartbeat_timeout_s: Silence after which a client counts as lost; default ``DTCKPT_HEARTBEAT_TIMEOUT_S`` or 60.
         fallback: ``process_group``: when the coordinator has not answered one of the clients for two heartbeat
-            timeouts, all clients meet at the store of `torch.distributed` from then on. The same for all clients.
-            Default: ``DTCKPT_COORDINATOR_FALLBACK``, else none: calls that need the coordinator fail.
+            timeouts, all clients meet at the store of `torch.distributed` from then on. All clients pass the same
+            value. Default: ``DTCKPT_COORDINATOR_FALLBACK``, else none: calls that need the coordinator fail.
 
     Raises:
         ConfigError: The function was called before, or the environment cannot be used.
@@ -249,11 +249,11 @@ def _has_store_address() -> bool:
 
 
 def _make_process_group(coordination: Coordination | None = None, coordinator: str = "") -> None:
-    """Make the default process group if several clients lack it; through the coordinator if it is named."""
+    """Make the default process group if several clients lack it; through the coordinator if there is one."""
     global _has_process_group  # noqa: PLW0603  (one default group per process)
     if Config.from_environ().num_clients == 1:
         return
-    from dtckpt.coordination import multi_client_group  # it imports torch, which one client alone may not need
+    from dtckpt.coordination import multi_client_group  # it imports torch, which a single client may not need
 
     if multi_client_group.is_wanted():
         _has_process_group = True
@@ -276,8 +276,8 @@ def _end_process_group() -> None:
 def job_status() -> JobStatus:
     """Return all tasks of this client's job, with full names and states, and the barriers that are open.
 
-    Asks the coordinator, where there is one; else the store where the clients meet. A client that has not joined its
-    job yet joins it by this call, as by `initialize_multi_client`.
+    Asks the coordinator if there is one, else the store where the clients meet. A client that has not joined its job
+    yet joins it by this call, as by `initialize_multi_client`.
 
     Raises:
         FencedError: Another process has this client's place.

@@ -1,6 +1,7 @@
 """Find the coordinator's address: from an option, else from the environment.
 
-The first of these that is set wins. An empty variable counts as not set: Kubernetes sets one for a missing annotation.
+The first source that is set wins. An empty variable counts as not set, because Kubernetes sets an empty one for a
+missing annotation.
 
 1. ``host:port`` given by the caller: ``--coordinator``, ``initialize_multi_client(coordinator=...)``
 2. ``DTCKPT_COORDINATOR``: ``host:port``
@@ -9,8 +10,8 @@ The first of these that is set wins. An empty variable counts as not set: Kubern
 4. ``MASTER_ADDR``, else ``PET_MASTER_ADDR``: the host of client 0, if ``DTCKPT_COORDINATOR_PORT_NUMBER`` says that a
    coordinator listens there too. Every job under torchrun has the address; most have no coordinator.
 
-``DTCKPT_COORDINATOR_PORT`` would be a shorter name, but is Kubernetes' own: it gives every pod a variable of that name
-where there is a Service ``dtckpt-coordinator``.
+``DTCKPT_COORDINATOR_PORT`` would be a shorter name, but Kubernetes uses it: with a Service ``dtckpt-coordinator``,
+every pod has a variable of that name.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ SOURCES = "DTCKPT_COORDINATOR, DTCKPT_JOBSET_COORDINATOR, or MASTER_ADDR with DT
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorAddress:
-    """The address of a coordinator, ``host:port``, and which option or variable named it."""
+    """The address of a coordinator, ``host:port``, and the option or variable that named it."""
 
     address: str
     source: str
 
 
 def find_coordinator(env: Mapping[str, str], coordinator: str | None = None) -> CoordinatorAddress | None:
-    """Return the coordinator's address, None if nothing names one.
+    """Return the coordinator's address, None if no source names one.
 
     Args:
         env: Environment variables.
-        coordinator: ``host:port`` that the caller was given; goes before the environment.
+        coordinator: ``host:port`` from the caller; overrides the environment.
 
     Raises:
         ConfigError: ``DTCKPT_COORDINATOR_PORT_NUMBER`` is needed and is no port.

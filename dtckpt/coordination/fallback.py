@@ -1,16 +1,16 @@
 """Fall back from a coordinator that is gone to the store of `torch.distributed`, all clients together.
 
 A client that cannot reach the coordinator must not go to the store alone, and no two clients may decide differently. So
-the decision to leave the coordinator is itself a key of the store. The first client that gives the coordinator up
-writes this key, at most once per attempt of the job. The decision is never taken back. Every client looks for it at
-intervals, and when it gives up itself. A client that finds it leaves the coordinator for good, even if the coordinator
-answers::
+the decision to leave the coordinator is itself a key of the store. The first client that gives up the coordinator
+writes this key, at most once per attempt of the job. No client removes the key. Every client looks for the key at
+intervals, and when it gives up itself. A client that finds the key leaves the coordinator for good, even if the
+coordinator answers::
 
     client 0   barrier at the coordinator ... no answer for two timeouts: writes "fallback"   barrier at the store
     client 1   barrier at the coordinator ...... finds "fallback" at its next look            barrier at the store
 
-A barrier that is open at that time goes on at the store. A barrier that the coordinator has already decided stays
-decided: a client that got the verdict writes it down at the store, for the clients that did not get it.
+A barrier that is open at that time goes on at the store. If the coordinator has already decided the barrier, the
+verdict stays: a client that got it records it at the store, for the clients that did not get it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ logger = logging.getLogger("dtckpt.coordination")
 
 FALLBACKS = ("process_group",)
 KEPT_DECISIONS = 16
-"""Verdicts that a client keeps to write down for others: the latest of each name, as no client is further behind."""
+"""Number of verdicts that a client keeps for others: the latest of each name, because no client is further behind."""
 GIVE_UP_TIMEOUTS = 2
-"""A client gives the coordinator up after so many heartbeat timeouts without an answer."""
+"""A client gives up the coordinator after so many heartbeat timeouts without an answer."""
 _KEY = "fallback"
 
 
@@ -73,13 +73,13 @@ class FallbackCoordination:
         self._leaving = threading.Event()
         primary.on_decision = self._note
         primary.give_up_s = GIVE_UP_TIMEOUTS * primary.heartbeat_timeout_s
-        # No call stays at the coordinator for longer than an interval, so a barrier there soon sees that it is
-        # abandoned.
+        # No call waits at the coordinator for longer than an interval, so a barrier there soon learns that the clients
+        # have left.
         primary.max_wait_s = min(primary.max_wait_s, self._interval_s)
 
     @property
     def primary(self) -> GrpcCoordination:
-        """The connection to the coordinator, where feeds are, whatever the barriers use."""
+        """The connection to the coordinator, which has the feeds even if barriers use the store."""
         return self._primary
 
     @property
@@ -137,7 +137,7 @@ class FallbackCoordination:
     def _note(self, decision: Decision) -> None:
         key = decision.name, decision.operation, decision.participants
         with self._lock:
-            # Put at the end anew: the names that were used longest ago are dropped first.
+            # Move it to the end: names with the oldest use are dropped first.
             self._decisions.pop(key, None)
             self._decisions[key] = decision
             while len(self._decisions) > KEPT_DECISIONS:
@@ -201,11 +201,11 @@ class FallbackCoordination:
     ) -> Verdict:
         """Wait at a barrier as `Coordination.barrier` does.
 
-        Blocks: If the coordinator is given up amid the barrier, for up to ``timeout_s`` once more.
+        Blocks: For up to ``timeout_s`` once more, if the clients give up the coordinator during the barrier.
         """
         members = verdicts.validate_barrier(self.member, name, timeout_s, participants)
         self.register()
-        # One call, wherever it ends: between the coordinator and the store the client has not given it up.
+        # One call at both places: between the coordinator and the store the client has not given it up.
         call = self._calls.begin(of_operation=operation is not None)
         if operation == BEGIN:
             self._calls.wait_at(name)
@@ -237,8 +237,8 @@ class FallbackCoordination:
                     raise  # another client voted so
                 if not self._reason:
                     self._give_up(error)
-                # The coordinator may have decided this very round. So the store must know which round this client got
-                # a verdict for last: it joins the published one if that is another.
+                # The coordinator may have decided this round already. So the store must know the last round whose
+                # verdict this client got: if the published round is another, the client joins that.
                 latest = self._decisions.get((name, None if operation is None else operation.id, members))
                 moved_from = "" if latest is None else latest.round_id
         return self._secondary.barrier(name, vote, **options, moved_from=moved_from)
@@ -260,7 +260,7 @@ def with_fallback(primary: GrpcCoordination) -> FallbackCoordination:
     """Return a coordination that falls back to the store of `torch.distributed` when ``primary`` gives up.
 
     Raises:
-        ConfigError: The environment names no store to meet at.
+        ConfigError: The environment names no store.
         CoordinatorUnavailableError: The store cannot be reached.
     """
     member, timeout_s = primary.member, primary.heartbeat_timeout_s

@@ -1,12 +1,13 @@
-"""gRPC calls to the coordinator: repeat each until it is answered, and translate refusals into errors of dtckpt.
+"""gRPC calls to the coordinator: repeat each until the answer, and translate refusals into errors of dtckpt.
 
-Every call is idempotent, so it may be repeated. A call that fails has these consequences:
+Every call is idempotent, so clients may repeat it. A failed call has these consequences:
 
-* The coordinator refuses it and says why: an error of `dtckpt.errors`, `UnknownError` or `HeldError` (`raise_refusal`).
+* The coordinator refuses it with a reason: an error of `dtckpt.errors`, `UnknownError` or `HeldError`
+  (`raise_refusal`).
 * The failure may pass, as UNAVAILABLE (`REPEATED`): repeated after ever longer, random pauses until the deadline.
 * Else, and at the deadline: CoordinatorUnavailableError, or CoordinatorPermissionError if a certificate is wrong.
 
-A channel must not be used after a fork, so each process opens its own when it first needs one.
+A process cannot use a channel after a fork, so each process opens its own channel at first use.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import math
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -39,20 +41,20 @@ logger = logging.getLogger("dtckpt.coordination")
 T = TypeVar("T")
 
 CALL_TIMEOUT_S = 10.0
-"""Timeout of one quick call. A barrier's calls outlast its deadline by as much, so that the verdict arrives first."""
+"""Timeout of one quick call. A barrier's calls outlast its deadline by this time, so that the verdict arrives first."""
 DISTRUST_S = 3.0
-"""How long a certificate may be wrong before that is an error: it, or an address, may just be changing."""
+"""How long a certificate may be wrong before this is an error: the certificate, or an address, may just be changing."""
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 2.0
 OPTIONS = (
     ("grpc.max_receive_message_length", 256 << 20),  # payloads of thousands of clients
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # In spite of its name, how long an attempt to connect may take. A handshake over a slow network, or with an
-    # overbooked coordinator, must come to its end.
+    # Despite its name, the longest time for an attempt to connect. A handshake over a slow network, or with an
+    # overbooked coordinator, must be able to finish.
     ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.dns_min_time_between_resolutions_ms", 1000),  # a pod that comes back has another address; default: 30 s
     ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # grpc.keepalive_timeout_ms is not looked at in gRPC 1.85; default: 60 s
+    ("grpc.http2.ping_timeout_ms", 10_000),  # gRPC 1.85 ignores grpc.keepalive_timeout_ms; default: 60 s
     ("grpc.enable_http_proxy", 0),  # the coordinator is a neighbour; a proxy variable would send calls astray
 )
 REPEATED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -62,7 +64,7 @@ _DISTRUST = (
     "Hostname Verification Check failed",
     "is not in peer certificate",  # before gRPC 1.80
 )
-"""Parts of gRPC's texts when this side ends a handshake. If the other side ends it, gRPC sees just a closed socket."""
+"""Parts of gRPC's texts when this side ends a handshake. If the other side ends it, gRPC only sees a closed socket."""
 
 
 class UnknownError(Exception):
@@ -100,7 +102,7 @@ class Caller:
         self._access = access
         self._clock = clock
         self.give_up_s = math.inf
-        """Seconds after which a coordinator that does not answer is given up, even if the deadline would allow more."""
+        """Seconds after which calls give up a coordinator that does not answer, even before the deadline."""
         self._lock = threading.RLock()
         self._connection: _Connection | None = None
 
@@ -111,8 +113,20 @@ class Caller:
         if connection is not None:
             connection.channel.close()
 
+    def probe(self, timeout_s: float) -> None:
+        """Look whether a server listens at the address, without a call, which would be repeated for longer.
+
+        Raises:
+            CoordinatorUnavailableError: None does.
+        """
+        host, _, port = self._address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout_s).close()
+        except OSError as error:
+            raise errors.CoordinatorUnavailableError(f"nothing listens at {self._address}: {error}") from None
+
     def _raise_if_over(self) -> None:
-        """Raise if no more calls shall be made. Does nothing here; `GrpcCoordination` overrides it."""
+        """Raise if this client must make no more calls. Does nothing here; `GrpcCoordination` overrides it."""
 
     def _connected(self) -> _Connection:
         with self._lock:
@@ -142,12 +156,12 @@ class Caller:
         deadline: float,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> T:
-        """Repeat a call until it is answered or the deadline has passed.
+        """Repeat a call until the answer or the deadline.
 
         Args:
             call: Called with the stub and the seconds that it may take.
             deadline: When to give up, in seconds of the clock; `give_up_s` may come first.
-            timeout_s: Of one call: the seconds for which the coordinator is asked to wait, and `CALL_TIMEOUT_S`.
+            timeout_s: Of one call: the coordinator's longest wait in seconds, and `CALL_TIMEOUT_S`.
         """
         start = self._clock()
         deadline = min(deadline, start + timeout_s - CALL_TIMEOUT_S + self.give_up_s)
@@ -180,12 +194,12 @@ class Caller:
         within_s: float,
         wait_s: float = 0.0,
     ) -> T:
-        """Repeat a call about feeds until it is answered, as other calls are repeated.
+        """Repeat a call about feeds until the answer, like other calls.
 
         Args:
             call: Called with the stub and the seconds that it may take.
             within_s: When to give up, in seconds from now.
-            wait_s: Seconds for which the coordinator is asked to wait.
+            wait_s: The coordinator's longest wait in seconds.
 
         Raises:
             UnknownError: The coordinator does not know the task, feed, version or lease.
@@ -223,7 +237,7 @@ class Caller:
 
 
 def raise_refusal(status: Status, cause: BaseException | None = None) -> None:
-    """Raise the error that a refusal names; return if it names none, or says that the call may be repeated."""
+    """Raise the error that a refusal names; return if it names none, or allows a repeated call."""
     if status.code == code_pb2.NOT_FOUND:
         raise UnknownError(status.message) from cause
     if status.code == code_pb2.ABORTED:
@@ -237,7 +251,7 @@ def _status(error: grpc.RpcError) -> Status:
     trailer = {item.key: item.value for item in error.trailing_metadata() or ()}
     try:
         status = Status.FromString(trailer.get("grpc-status-details-bin", b""))
-    except DecodeError:  # it did not come from a coordinator; the code says enough
+    except DecodeError:  # no coordinator sent it; the code is enough
         status = Status()
     status.code, status.message = error.code().value[0], error.details() or ""
     return status
@@ -251,7 +265,7 @@ def _error_class(status: Status) -> str:
 
 
 def backoffs() -> Iterator[float]:
-    """Yield ever longer pauses in seconds, each random, so that clients that failed together do not return together."""
+    """Yield ever longer, random pauses in seconds, so that clients that failed together do not return together."""
     pause_s = FIRST_BACKOFF_S
     while True:
         yield pause_s * random.uniform(0.5, 1.0)  # noqa: S311  not a secret
@@ -264,7 +278,7 @@ def is_distrust(error: grpc.RpcError) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """Return the text of a failed call's error, with a hint where TLS may be the reason."""
+    """Return the text of a failed call's error, with a hint if TLS may be the reason."""
     if not isinstance(error, grpc.RpcError):
         return str(error)
     details = error.details() or ""

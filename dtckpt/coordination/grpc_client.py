@@ -1,8 +1,8 @@
 """Coordination through the coordinator (gRPC): registration, heartbeats, barriers.
 
-The coordinator decides; the client repeats its requests until it has the decision. Every request may be sent again. So
-an outage or a restart of the coordinator inside a barrier costs time, not the barrier. If the coordinator does not know
-the client (NOT_FOUND), the client registers and arrives again. One barrier::
+The coordinator decides, and the client repeats its requests until it has the decision. A client may repeat every
+request. So an outage or a restart of the coordinator during a barrier costs time, but does not fail the barrier. If the
+coordinator does not know the client (NOT_FOUND), the client registers and arrives again. One barrier::
 
     client                                              coordinator
       | Arrive(call 7), on the heartbeat stream if any    |
@@ -15,10 +15,9 @@ the client (NOT_FOUND), the client registers and arrives again. One barrier::
       |-------------------------------------------------->|
       |<------------------------------ verdict -----------|
 
-The stubs are synchronous, with one thread for heartbeats: an event loop inside a training process would be one more
-thing that a long call can block. Heartbeats and arrivals go on a stream, which costs the coordinator least. On it the
-coordinator also sends notices unasked: that a barrier has failed, that the client is fenced. While there is no stream,
-heartbeats and arrivals are single calls.
+The stubs are synchronous, with one thread for heartbeats: a long call of the training process could block an event
+loop. Heartbeats and arrivals go on a stream, which costs the coordinator least. The coordinator also sends notices on
+this stream: a barrier has failed, or the client is fenced. Without a stream, heartbeats and arrivals are single calls.
 """
 
 from __future__ import annotations
@@ -71,13 +70,13 @@ logger = logging.getLogger("dtckpt.coordination")
 
 MAX_WAIT_S = 30.0
 FIRST_WAIT_S = 5.0
-"""How long the coordinator keeps an Arrive waiting; most barriers need no other call."""
+"""The coordinator's longest wait in an Arrive; most barriers need no other call."""
 GOODBYE_S = 1.0
-"""How long a client that leaves waits for each answer; nothing depends on the answers."""
+"""A leaving client's longest wait for each answer; nothing depends on the answers."""
 KEPT_FAILURES = 64
-"""Notices that a client keeps: failures of barriers at which it has not arrived yet."""
+"""Number of notices that a client keeps: failures of barriers at which it has not arrived yet."""
 MAX_SKIPPED_BEATS = 31
-"""After each stream that is refused, the client sends more single heartbeats before it tries again, up to so many."""
+"""After each refused stream, the client sends more single heartbeats before it tries again, up to so many."""
 
 
 class GrpcCoordination(Caller):
@@ -134,9 +133,10 @@ class GrpcCoordination(Caller):
         fork_guard.claim_process()
         with self._lock:
             if self._heartbeat_thread is None:
-                # Twice the timeout: an earlier process of this client holds the place for one.
+                # Twice the timeout: an earlier process of this client holds the place for one timeout.
                 self._announce(self._clock() + 2 * self.heartbeat_timeout_s)
-                # A new event: the thread of an earlier registration may still be in a call, and must end after it.
+                # A new event: the thread of an earlier registration may still be in a call, and must end after that
+                # call.
                 self._leaving = threading.Event()
                 self._heartbeat_thread = threading.Thread(
                     target=self._send_heartbeats, args=(self._leaving,), daemon=True, name="dtckpt-heartbeat"
@@ -150,7 +150,7 @@ class GrpcCoordination(Caller):
         return self._heartbeat_thread is not None
 
     def register_again(self, within_s: float) -> None:
-        """Register once more, as the coordinator has lost its state; heartbeats would do so a moment later.
+        """Register once more, because the coordinator has lost its state; heartbeats would do so a moment later.
 
         Raises:
             CoordinatorUnavailableError: This client has left.
@@ -177,7 +177,7 @@ class GrpcCoordination(Caller):
             except HeldError as error:
                 held = error
             except errors.CoordinatorUnavailableError:
-                # Near the deadline, a call may have had no time to be answered. Then the last answer counts.
+                # Near the deadline, a call may have no time for an answer. Then the last answer counts.
                 if held is None or self._abandoned or self._clock() + LAST_BACKOFF_S < deadline:
                     raise
                 raise errors.FencedError(str(held)) from None
@@ -193,8 +193,8 @@ class GrpcCoordination(Caller):
         while not self._is_over(leaving):
             if num_skipped >= num_to_skip:
                 is_good = self._run_stream(leaving)
-                # A stream that never works is tried again after 1, 3, 7, 15 and then 31 single heartbeats. So a proxy
-                # that refuses streams costs little, and a repaired proxy is noticed.
+                # The client tries a failed stream again after 1, 3, 7, 15 and then 31 single heartbeats. So a proxy
+                # that refuses streams costs little, and the client notices a repaired proxy.
                 num_skipped, num_to_skip = 0, 1 if is_good else min(2 * num_to_skip + 1, MAX_SKIPPED_BEATS)
                 if self._is_over(leaving):
                     return
@@ -231,12 +231,12 @@ class GrpcCoordination(Caller):
         return pb.Report(operation=report.operation, num_ended=report.num_ended)
 
     def _take_notice(self, response: pb.HeartbeatStreamResponse) -> None:
-        """Take in a message that the coordinator sends unasked."""
+        """Handle a notice, which the coordinator sends without a request."""
         notice = response.notice
         if notice.name:
             logger.info("barrier %r failed: %s", notice.name, notice.failure.message)
-            # Notices come of an operation's later rounds only. Each takes place once, so no other round can get this
-            # failure.
+            # Notices concern only later rounds of an operation. Each such round takes place once, so no other round can
+            # get this failure.
             self._failures[notice.name, notice.operation, tuple(notice.participants)] = notice.failure
             while len(self._failures) > KEPT_FAILURES:
                 self._failures.popitem(last=False)
@@ -250,7 +250,7 @@ class GrpcCoordination(Caller):
             self._stream.end()
 
     def _send_heartbeat(self) -> None:
-        """Send one heartbeat by a single call, or log why it did not get through."""
+        """Send one heartbeat by a single call, or log its failure."""
         progress = _progress_proto(self._progress)
         request = pb.HeartbeatRequest(task=self._identity, progress=progress, report=self._report())
         try:
@@ -271,7 +271,7 @@ class GrpcCoordination(Caller):
     def abandon(self, reason: str) -> None:
         """Make no more calls to the coordinator: they raise CoordinatorUnavailableError with this reason.
 
-        Does not say goodbye, as that would fail barriers of clients that have not heard the reason yet.
+        Does not say goodbye, because that would fail barriers of clients that do not know the reason yet.
         """
         self._abandoned = reason
         self._wake.set()
@@ -338,10 +338,10 @@ class GrpcCoordination(Caller):
         request = pb.ArriveRequest(
             task=self._identity,
             name=name,
-            # The number makes a repeated request safe: the coordinator gives one call one round, however often it
-            # comes.
+            # The number makes a repeated request safe: the coordinator gives each call one round, however often the
+            # request comes.
             call=number,
-            # Empty stands for all clients: else every arrival of a job of thousands would list thousands.
+            # Empty stands for all clients: else every arrival in a job of thousands would list thousands.
             participants=() if len(members) == self.member.num_clients else members,
             timeout_s=timeout_s,
             vote=pb.Vote(ok=vote.ok, payload=vote.payload, topic=vote.topic, code=vote.code, reason=vote.reason),
@@ -372,7 +372,7 @@ class GrpcCoordination(Caller):
             kept = payloads if collect else None
             self.on_decision(Decision(name, of, members, answer.barrier_id, outcome, kept))
         if self.member.client in failure.clients:
-            self._send_heartbeat()  # it counted as lost; a client that hears of this failure shall find it alive again
+            self._send_heartbeat()  # it counted as lost; clients that learn of this failure must find it alive again
         outcome.raise_failure(was_cut_off=request.was_cut_off)
         cut_off = tuple(answer.verdict.cut_off)
         return Verdict(name, answer.generation, payloads, Operation(begun), cut_off)
@@ -395,8 +395,8 @@ class GrpcCoordination(Caller):
         arrived: pb.ArriveResponse | None = None
         for pause_s in backoffs():
             try:
-                # Computed anew at each try, as the arrival's timeout is: after an outage only the rest of the time is
-                # left.
+                # Computed anew at each try, like the arrival's timeout: after an outage only the rest of the time
+                # remains.
                 until = deadline + CALL_TIMEOUT_S
                 self._shorten(request, deadline)
                 arrived = self._arrive_on_stream(request, min(limit_s, until - self._clock())) or self._call(
@@ -427,7 +427,7 @@ class GrpcCoordination(Caller):
         try:
             return stub.Arrive(self._shorten(request, deadline), timeout=timeout_s)
         except grpc.RpcError as error:
-            # The message may have arrived nevertheless, at a coordinator that is dead by now.
+            # The message may have arrived nevertheless, at a coordinator that is dead now.
             request.is_again |= error.code() in REPEATED
             request.was_cut_off |= error.code() in REPEATED
             raise
@@ -436,7 +436,7 @@ class GrpcCoordination(Caller):
         """Arrive on the heartbeat stream, which costs the coordinator least.
 
         Returns:
-            None if there is no stream or no answer on it. The arrival may have got through; it is safe to repeat it.
+            None if there is no stream or no answer on it. The arrival may have succeeded; a repeated arrival is safe.
         """
         stream = self._stream
         answer = stream.arrive(request, limit_s) if stream is not None else None
@@ -445,7 +445,7 @@ class GrpcCoordination(Caller):
             return None
         if answer.HasField("refusal"):
             raise_refusal(answer.refusal)
-        # An answer with neither a refusal nor an arrival must not pass for a verdict.
+        # An answer with neither a refusal nor an arrival is no verdict.
         return pb.ArriveResponse.FromString(answer.arrived) if answer.arrived else None
 
     def _await(self, arrival: pb.ArriveRequest, barrier_id: str, deadline: float, next_log: float) -> pb.Verdict:
@@ -465,7 +465,7 @@ class GrpcCoordination(Caller):
         arrival.max_wait_s = 0.0
         cancel = pb.CancelRequest(task=self._identity, reason=barrier_texts.WAS_INTERRUPTED)
         try:
-            # The interrupt may have come before the answer that names the barrier. The same call again returns it at
+            # The interrupt may have come before the answer with the barrier's id. The same call again returns the id at
             # once.
             cancel.barrier_id = self._call_once(lambda stub, t: stub.Arrive(arrival, timeout=t), 1.0).barrier_id
             self._call_once(lambda stub, t: stub.Cancel(cancel, timeout=t), 1.0)

@@ -127,7 +127,7 @@ class _Bearer(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientIntercept
 
 
 class _Details(grpc.ClientCallDetails):
-    """A copy of a call's details that may be changed."""
+    """A mutable copy of a call's details."""
 
     def __init__(self, details: Any) -> None:
         for name in ("method", "timeout", "metadata", "credentials", "wait_for_ready", "compression"):

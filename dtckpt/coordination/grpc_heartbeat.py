@@ -1,4 +1,4 @@
-"""A client's heartbeat stream: it carries heartbeats and arrivals to the coordinator, and answers and notices back.
+"""A client's heartbeat stream: heartbeats and arrivals to the coordinator, and answers and notices back.
 
 Three threads meet here::
 
@@ -27,8 +27,8 @@ from dtckpt._proto import coordinator_pb2_grpc as pb_grpc
 class HeartbeatStream:
     """One stream, from its first heartbeat until it breaks or is ended.
 
-    A stream on which a heartbeat has no answer for an interval counts as broken, even if the connection looks whole: a
-    network that swallows everything reports nothing.
+    A stream counts as broken if a heartbeat has no answer for an interval, even if the connection looks whole: a
+    network that drops all packets reports no error.
 
     Args:
         beat: Makes the heartbeat of a sequence number.
@@ -48,7 +48,7 @@ class HeartbeatStream:
         """Requests to send before the next heartbeat is due; None: a heartbeat now."""
         self._is_ending = False
         self._unanswered_since: float | None = None
-        """When the first heartbeat since the last answer was sent. Arrivals do not set it, as they may wait long."""
+        """Time of the first heartbeat since the last answer. Arrivals do not set it, because they may wait long."""
         self._lock = threading.Lock()
         self._is_over = False
         self._arrivals: dict[int, Future[pb.HeartbeatStreamResponse | None]] = {}
@@ -63,7 +63,7 @@ class HeartbeatStream:
 
         Returns:
             The coordinator's answer. None if the stream has not had any answer yet, has ended, or does not answer
-            within ``timeout_s``. Then the arrival may have got through or not, and is safe to repeat.
+            within ``timeout_s``. Then the arrival may have succeeded or not, and a repeated arrival is safe.
         """
         answer: Future[pb.HeartbeatStreamResponse | None] = Future()
         with self._lock:
@@ -80,7 +80,7 @@ class HeartbeatStream:
             self._arrivals.pop(sequence, None)
 
     def end(self, *, at_once: bool = False) -> None:
-        """Send no more heartbeats, and let `run` return when the coordinator has answered the requests that were sent.
+        """Send no more heartbeats, and let `run` return when the coordinator has answered all requests.
 
         Args:
             at_once: Break the stream instead, without waiting for answers.
@@ -102,7 +102,7 @@ class HeartbeatStream:
         """
         try:
             call = self._call = stub.HeartbeatStream(self._messages())
-            call.add_callback(self.end)  # else the thread that draws the messages would wait for the next to be due
+            call.add_callback(self.end)  # else the thread that draws the messages would wait for the next heartbeat
             for response in call:
                 if response.sequence:
                     self.num_answers += 1
@@ -123,7 +123,7 @@ class HeartbeatStream:
         while not self._is_ending:
             if due is None:
                 now = self._clock()
-                beat_at = now + self._interval_s  # arrivals in between do not put the next heartbeat off
+                beat_at = now + self._interval_s  # arrivals in between do not delay the next heartbeat
                 if self._unanswered_since is None:
                     self._unanswered_since = now
                 due = self._beat(next(self._sequence))

@@ -1,4 +1,4 @@
-"""Ask a coordinator about its jobs and feeds, without being a client of one of them."""
+"""Ask a coordinator about its jobs and feeds, without joining one of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The identity of this process: its random incarnation, and the numbers of its calls to barriers.
 
-Both outlive a connection: a client that leaves and connects again is still the same process to the others, so its calls
-must not be numbered from 1 again.
+Both outlive a connection: a client that leaves and connects again is the same process to the others, so the numbers of
+its calls must not begin at 1 again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _incarnation(_pid: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OperationReport:
-    """Which operation a client is in, as its heartbeats and arrivals say.
+    """The operation of a client, as its heartbeats and arrivals report it.
 
     Operations of a process come one after the other, so all calls up to ``num_ended`` that belong to one have ended.
 
@@ -46,7 +46,7 @@ class OperationReport:
 
 
 class BarrierCalls:
-    """Numbers the calls of one client to barriers, in the life of its process, and reports where it is. Thread-safe."""
+    """Numbers one client's calls to barriers, in the life of its process, and reports its operation. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class BarrierCalls:
 
     @property
     def report(self) -> OperationReport:
-        """Where the client is now."""
+        """The client's current operation and ended calls."""
         return self._report
 
     def begin(self, *, of_operation: bool) -> int:
@@ -73,7 +73,7 @@ class BarrierCalls:
             self._report = OperationReport(self._report.operation, self._report.num_ended, name)
 
     def end(self, call: int, operation: str) -> None:
-        """Note that a call of an operation has ended, and which operation the client is in then ("": in none).
+        """Note the end of an operation's call, and the client's operation after it ("": none).
 
         After an interrupt, the thread of the old call may come here when the client is already in the next operation.
         Then ``operation`` is ignored.

@@ -1,7 +1,7 @@
 """`initialize_multi_client`: make the default process group of `torch.distributed`, and end it again.
 
-If nothing in the environment names a store, client 0 opens one for this attempt alone. Client 0 tells the others the
-address in its vote at a barrier. So an attempt never finds keys of an earlier one.
+If the environment names no store, client 0 opens a store for this attempt alone, and sends its address in a vote at a
+barrier. So an attempt never finds keys of an earlier attempt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dtckpt.coordination.api import Coordination, Vote
 from dtckpt.errors import CoordinationError, CoordinatorUnavailableError
 
 REACH_TIMEOUT = timedelta(seconds=30)
-"""Bound on the search for the store of client 0, which is there already."""
+"""Bound on the search for the store of client 0, which exists already."""
 _LOOPBACK = "127.0.0.1"
 _own: dist.ProcessGroup | None = None
 """The default process group, if this module has made it."""
@@ -44,7 +44,7 @@ def make_at_store() -> None:
 
 
 def make_through(coordination: Coordination, coordinator: str) -> None:
-    """Make the default process group; the clients tell each other through ``coordination`` where they meet.
+    """Make the default process group; client 0 sends the address of its store through ``coordination``.
 
     Collective: Over all clients; barriers ``process_group/address`` and ``process_group/reached``.
 
@@ -104,7 +104,7 @@ def _open_store(host: str, port: int, *, is_host: bool = False) -> TCPStore:
 
 
 def _own_host(config: Config, coordinator: str) -> str:
-    """Return the name or address under which other machines find this one.
+    """Return the name or address under which other machines find this machine.
 
     The first choice is the host of the first address in ``DTENSOR_JOBS``, the second the address from which this client
     reaches the coordinator. If that is a loopback address, or unknown, the machine's name is used.
@@ -137,7 +137,7 @@ def _backend() -> str:
 
 
 def end() -> None:
-    """Destroy the default process group, if this module has made it and it is still there. Idempotent."""
+    """Destroy the default process group, if this module has made it and it still exists. Idempotent."""
     global _own
     group, _own = _own, None
     if group is not None and group is dist.group.WORLD:

@@ -1,9 +1,9 @@
-"""Whether all clients are at the same save or restore: each client's *ordinal*, and consequences of a difference.
+"""Check that all clients are at the same save or restore: each client's *ordinal*, and consequences of a difference.
 
-Before anything is done, the clients of an operation exchange their ordinals in its first round. An ordinal is the step,
-where all clients give one; else the number of the call in the life of each process.
+Before any other work, the clients of an operation exchange their ordinals in its first round. An ordinal is the step,
+if all clients give one; else the number of the call in the life of each process.
 
-The same two ordinals may mean two things. Here all clients come to a save, client 0 to its 9th, client 1 to its 8th::
+Two different ordinals may mean two things. Here all clients come to a save, client 0 to its 9th, client 1 to its 8th::
 
     skipped                                       behind
     client 0   7th   8th (fails)       9th        client 0   7th   8th (fails)       9th
@@ -11,18 +11,18 @@ The same two ordinals may mean two things. Here all clients come to a save, clie
     the two calls are the same save;              client 1's call is the save that client 0 has given up:
     client 1 only counts one less                 to join the two would put two steps into one checkpoint
 
-* A client *skipped* an operation, or gave one up alone, and all are at the same point of their programs. Then all fail
-  once and take the highest ordinal. So they are *level* again, and the next operation goes well.
+* A client *skipped* an operation, or gave one up alone, and all clients are at the same point of their programs. Then
+  all fail once and take the highest ordinal. So they are *level* again, and the next operation succeeds.
 * A client is *behind*: it was cut off while the others gave operations up and went on. Its count is right. Then it
-  fails at each of its operations that the others have given up, while the others wait until it has caught up.
+  fails at each operation that the others have given up, while the others wait until it has caught up.
 
-Three signs tell the two apart:
+Three signs distinguish the two cases:
 
 * A client knows that it, or the others, went on alone. A call of the client ended without a verdict, or with a verdict
   that names the client as lost or missing. Then the counts are right, and the client with the lower ordinal is behind.
-* With steps: clients that are behind a second time in succession, and no others with them, are really behind.
-* Waiting: the others wait for a client that is behind. A client that came no closer, in a time in which a client that
-  is behind would have, had skipped.
+* With steps: clients that are behind a second time in succession, and no others, are really behind.
+* Waiting: the others wait for a client that is behind. If it comes no closer in the time that a client needs to catch
+  up by one operation, it had skipped.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ NBYTES = _FORMAT.size
 NO_STEP = -1
 LEAST_VAIN_WAIT_S = 2.0
 PAUSES_WAITED = 2.0
-"""A shorter wait, in seconds or in pauses between operations, proves nothing: a client that is behind needs about one
-such pause to come closer by one operation."""
+"""Shortest wait that counts, in seconds or in pauses between operations: a client that is behind needs about one such
+pause to come closer by one operation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ordinal:
-    """Which operation of its kind a client is at.
+    """A client's number or step among its operations of one kind.
 
     Args:
         number: Number of the call, from 1 on, in the life of the process.
         step: Step of the training run, from 0 on; None: the caller gave none.
-        was_cut_off: Whether the client has gone on without the others, or they without it, since all were level.
-        waited_gap: How far others were behind when this client waited for them in vain; 0: it did not.
-        is_unsure: Whether the client cannot say where it is. Such a client waits for others and is not told that it is
+        was_cut_off: Whether the client has gone on without the others, or the others without it, since all were level.
+        waited_gap: The others' distance behind when this client waited for them in vain; 0: it did not wait in vain.
+        is_unsure: Whether the client does not know its operation. Such a client waits for others, and never counts as
             late.
     """
 
@@ -87,12 +87,12 @@ class Ordinal:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How the ordinals of all clients compare.
+    """The comparison of the ordinals of all clients.
 
     Args:
         behind: The clients that are behind the others.
-        gap: How many operations (or steps) the last of them is behind.
-        others_wait: Whether the others wait for them; else all fail once and are level.
+        gap: Number of operations (or steps) that the last of these clients is behind.
+        others_wait: Whether the others wait for these clients; else all fail once and are level.
         message: The difference in words; "": all are at one operation.
     """
 
@@ -116,7 +116,7 @@ def compare(ordinals: Mapping[int, Ordinal], operation: str, last_behind: frozen
     Args:
         ordinals: By client.
         operation: Name of the operation in messages: ``save`` or the like.
-        last_behind: The clients that were behind when ordinals were compared before.
+        last_behind: The clients that were behind in the comparison before.
     """
     steps = {client: ordinal.step for client, ordinal in ordinals.items() if ordinal.step is not None}
     if steps and len(steps) < len(ordinals):
@@ -134,7 +134,7 @@ def compare(ordinals: Mapping[int, Ordinal], operation: str, last_behind: frozen
         others_wait = any(ordinal.was_cut_off for ordinal in ordinals.values())
         waited = max(ordinal.waited_gap for ordinal in ordinals.values())
         if others_wait and waited and gap >= waited:
-            return SAME  # it came no closer while it was waited for, so it had skipped some
+            return SAME  # it came no closer while others waited for it, so it had skipped some
     return Comparison(behind, gap, others_wait, _describe(positions, operation, bool(steps), others_wait))
 
 
@@ -164,8 +164,8 @@ class OrdinalTracker:
     """Counts the operations of one kind that this client begins, and decides how it reacts when ordinals differ.
 
     An operation calls `next_ordinal`, exchanges the ordinals in its first round, and calls `reconcile` with them. A
-    client that is to wait for those behind it meets again, with the same ordinal, and reconciles again. The error of a
-    round that fails goes to `note_failure`.
+    client that must wait for clients behind it meets again, with the same ordinal, and reconciles again. The error of a
+    failed round goes to `note_failure`.
 
     Args:
         operation: Name of the operation in messages.
@@ -191,8 +191,8 @@ class OrdinalTracker:
         now = self._clock()
         self._number, self._begun_at, self._pause_s = self._number + 1, now, now - self._begun_at
         self._waiting_gap = 0
-        # A client that always comes first, with the count of a failed round, would be told for ever that it is late.
-        # So once it was told, it does not say where it is.
+        # A client that always comes first, with the count of a failed round, would count as late for ever. So after it
+        # counted as late once, it sends no position.
         was_retold, self._was_retold = self._was_retold and step is None, False
         return Ordinal(self._number, step, self._was_cut_off, self._waited_gap, was_retold)
 
@@ -224,11 +224,10 @@ class OrdinalTracker:
         return comparison
 
     def note_failure(self, error: BaseException, client: int, waited_s: float) -> None:
-        """Note how a round of an operation failed for this client.
+        """Note this client's error of a failed round of an operation.
 
-        The client was cut off if the error is no verdict, or if the verdict names it as lost or missing. A client whose
-        arrival got through only at a later try was cut off, too. Then it has gone on without the others, or they
-        without it.
+        The client was cut off if the error is no verdict, if the verdict names it as lost or missing, or if its arrival
+        succeeded only at a later try. Then the client has gone on without the others, or the others without it.
 
         Args:
             error: The error that the barrier raised.
@@ -240,8 +239,8 @@ class OrdinalTracker:
         self._was_retold = getattr(error, "is_retold", False)
         self._was_cut_off |= not is_verdict or was_cut_off or client in absent
         self._begun_at += waited_s  # a pause is the program's own time between operations
-        # The wait proves nothing if a client was lost, as the lost client could not come. Nor does it if this client
-        # heard no verdict: then it does not know which clients came.
+        # The wait does not count if a client was lost, because the lost client could not come. Without a verdict, too,
+        # the wait does not count: then this client does not know which clients came.
         if self._waiting_gap and is_verdict and not getattr(error, "clients", ()):
             self._waited_s += waited_s
             if self._waited_s >= max(LEAST_VAIN_WAIT_S, PAUSES_WAITED * self._pause_s):

@@ -1,4 +1,4 @@
-"""Coordination of a job with one client: every barrier passes at once, as there is no other client."""
+"""Coordination of a job with one client: every barrier passes at once, because there is no other client."""
 
 from __future__ import annotations
 

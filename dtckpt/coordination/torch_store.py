@@ -4,7 +4,7 @@ There is no server with rules: each client reads and writes keys, and decides a 
 collectives are used: a collective of a process group neither names missing clients nor works beside other threads.
 `dtckpt.coordination.torch_store_rounds` has the keys of barriers; a client's heartbeat is the key ``beat/<client>``.
 
-How a round is decided, and by whom:
+The verdicts of a round, and the clients that decide them:
 
 ============================== =======================================================================================
 verdict                        decided by
@@ -71,14 +71,14 @@ POLL_S = 0.005
 GOODBYE_S = 1.0
 """How long a client that leaves waits until the store has its goodbye; nothing depends on it."""
 KEPT_BARRIERS = 16
-"""A client removes its keys of a barrier after this many later ones."""
+"""A client removes its keys of a barrier after this many later barriers."""
 NO_HEARTBEAT = "-"
 """Value of the heartbeat key of a client that never registered."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Heartbeat:
-    """The value of a client's heartbeat key; any change of it is a sign of life. Its fields are stored by name."""
+    """The value of a client's heartbeat key; any change is a sign of life. The store holds its fields by name."""
 
     incarnation: int
     count: int = 0
@@ -104,7 +104,7 @@ class TorchStoreCoordination:
     Args:
         store: Any store that all clients reach; it is cloned, never used directly.
         member: Who this client is.
-        heartbeat_timeout_s: Silence after which a client is lost; the same for all clients.
+        heartbeat_timeout_s: Silence after which a client is lost; equal on all clients.
         host_client: The client whose process hosts the store, and which therefore leaves last. None: no client does.
         clock: Monotonic seconds.
         wall_clock: Seconds since the epoch.
@@ -185,7 +185,7 @@ class TorchStoreCoordination:
             while not identity.wait_for_heartbeat(self._wake, self._leaving, self.heartbeat_timeout_s / 6):
                 self._send(store, "registered")
                 if self._host_client == self.member.client:
-                    self._observe(store, others)  # this client leaves last, and must know by then who is lost
+                    self._observe(store, others)  # this client leaves last, and must know the lost clients by then
             self._send(store, "left")
         except errors.FencedError as error:
             self._fenced = error.message
@@ -194,7 +194,7 @@ class TorchStoreCoordination:
             logger.warning("%s stops sending heartbeats: %s", self._who(), error)
 
     def _send(self, store: StoreConnection, state: str) -> None:
-        # Written only over this process's own last heartbeat: a process whose place was taken learns so, and changes
+        # Replaces only this process's own last heartbeat: so a process that has lost its place learns this, and changes
         # nothing.
         beat = _Heartbeat(self.member.incarnation, self._last_sent.count + 1, state, self._progress, self._calls.report)
         if store.compare_set(_heartbeat_key(self.member.client), self._last_sent.dump(), beat.dump()) != beat.dump():
@@ -272,7 +272,7 @@ class TorchStoreCoordination:
                 calls = {client: arrival.call for client, arrival in arrivals.items()}
                 begun = operation if operation.id else Operation(round_.header.round_id, calls)
         finally:
-            # With a verdict or without: heartbeats now say that this call has ended, so a round that still waits for it
+            # With a verdict or without: heartbeats now report the end of this call, so a round that still waits for it
             # fails.
             if operation is not None and call is None:
                 self._calls.end(number, operation.id or begun.id)
@@ -313,7 +313,7 @@ class TorchStoreCoordination:
         round_, missed = joined.round, joined.missed
         is_opener = round_.header.client == self.member.client
         watched = call.participants if is_opener else (round_.header.client,)
-        # The others give the opener a moment, so that at the deadline one client looks who is missing, not all.
+        # The others give the opener a moment, so that at the deadline only one client looks for missing clients.
         deadline = begin + call.timeout_s + (0.0 if is_opener else self._tick_s)
         late_until = begin + barrier_rules.grace_s(self.heartbeat_timeout_s)
         next_look, now = 0.0, self._clock()
@@ -329,7 +329,7 @@ class TorchStoreCoordination:
                 return self._rounds.decide(store, round_, verdicts.gave_up(call.name, self._who()))
             if now >= next_look:
                 next_look = now + self._tick_s
-                if is_opener and store.has(*round_.arrival_keys()):  # the last to arrive could not say so
+                if is_opener and store.has(*round_.arrival_keys()):  # the last client did not write it
                     return self._rounds.decide(store, round_, verdicts.PASSED)
                 if lost := self._find_lost(store, watched):
                     return self._rounds.decide(store, round_, verdicts.lost(call.name, lost))
@@ -351,8 +351,8 @@ class TorchStoreCoordination:
                 next_log = now + verdicts.STILL_WAITING_S
                 missing = self._missing(store, round_)
                 logger.warning("barrier %r: still waiting for %s", call.name, errors.capped(missing.values()))
-            # An eighth of the wait so far, so no client learns a verdict much later than it is decided. At most POLL_S;
-            # with many clients longer, so that the store can answer all.
+            # An eighth of the wait so far, so each client learns a verdict soon. At most POLL_S; longer with many
+            # clients, so that the store can answer all.
             store.abandoned.wait(max(self._least_poll_s, min((now - begin) / 8, POLL_S)))
         return outcome
 
@@ -363,7 +363,7 @@ class TorchStoreCoordination:
     def _failure_by_reports(
         self, store: StoreConnection, round_: Round, call: BarrierCall, watched: Sequence[int], seen: dict[int, str]
     ) -> Outcome | None:
-        """Return the failure of a round if a heartbeat says that its client will not come, or has given up waiting.
+        """Return the failure of a round if a heartbeat shows that its client will not come, or has given up waiting.
 
         Args:
             store: The store.
@@ -397,11 +397,11 @@ class TorchStoreCoordination:
         if call.operation is None or report.operation == call.operation.id:
             return False
         begun = call.operation.calls.get(client)
-        # If a coordinator began the operation, a client that waits in a first round may have yet to learn of it.
+        # If a coordinator began the operation, a client that waits in a first round may not know the operation yet.
         return not report.waits_at if begun is None else report.num_ended >= begun
 
     def _fail_deadlock(self, store: StoreConnection, round_: Round, client: int, name: str) -> Outcome | None:
-        """Fail two rounds in which two clients wait for each other; return the failure, None if it is not so.
+        """Fail two rounds in which two clients wait for each other; return the failure, None without such a deadlock.
 
         Args:
             store: The store.
@@ -425,7 +425,7 @@ class TorchStoreCoordination:
         return failure
 
     def publish(self, decision: Decision) -> None:
-        """Write down how a round ended at the coordinator, for clients that come to the store instead.
+        """Record the end of a round at the coordinator, for clients that come to the store instead.
 
         Raises:
             CoordinationError: The store cannot be reached.

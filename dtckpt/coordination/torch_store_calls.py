@@ -33,7 +33,7 @@ class StoreConnection:
         self._store: Store | None = None
         self._asked: float | None = None
         self.abandoned = threading.Event()
-        """Set when the caller no longer waits for the result; work that uses this connection should end."""
+        """Set when the caller no longer waits for the result; then work that uses this connection should end."""
 
     def _ask(self, work: Callable[[Store], T]) -> T:
         self._asked = self._clock()
@@ -45,12 +45,12 @@ class StoreConnection:
         return answer
 
     def unanswered_s(self) -> float:
-        """Return the seconds since the call that is under way was made, 0 if there is none."""
+        """Return the seconds since the begin of the current call, 0 if there is none."""
         asked = self._asked
         return 0.0 if asked is None else self._clock() - asked
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
-        """Write ``value`` if the key holds ``expected`` ("": is absent or empty); return the value that it has then."""
+        """Write ``value`` if the key holds ``expected`` ("": is absent or empty); return the key's value afterwards."""
         return str(self._ask(lambda store: store.compare_set(self._prefix + key, expected, value)), "utf-8")
 
     def has(self, *keys: str) -> bool:

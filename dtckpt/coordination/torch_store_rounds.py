@@ -20,14 +20,14 @@ A save by three clients, with two barriers::
 
 Invariants:
 
-* All clients see one order of rounds: a client opens the next round only by replacing, with compare-and-set, the header
-  of a round that is decided.
+* All clients see one order of rounds: to open the next round, a client must replace the header of a decided round with
+  compare-and-set.
 * A round has at most one verdict: every writer uses compare-and-set on an absent key.
-* A no-voter writes the verdict, and only then its arrival, if at all. So when all have arrived and there is no verdict,
-  all votes were ok.
-* A round whose keys have been removed does not look open: its header says ``is_over``.
+* A no-voter first writes the verdict, and then perhaps its arrival. So if all have arrived without a verdict, all votes
+  were ok.
+* A round without keys does not look open: its header has ``is_over``.
 
-`dtckpt.coordination.barrier_rules` says which round a call joins.
+`dtckpt.coordination.barrier_rules` decides which round a call joins.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from dtckpt.coordination.torch_store_calls import StoreConnection
 from dtckpt.coordination.verdicts import Decision, Outcome
 
 KEPT_FAILURES = 8
-"""Failed rounds since the last one that passed, of which a late client can still be told."""
+"""Number of failed rounds since the last passed round that a late client can still learn of."""
 DECIDED_ELSEWHERE = "*"
-"""Stands for the incarnation of a client that arrived where the round was decided; see `StoreRounds.publish`."""
+"""Stands for the incarnation of a client that arrived at the coordinator; see `StoreRounds.publish`."""
 NO_PAYLOAD = "-"
 """Stands for a payload that no client at the store knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundHeader:
-    """Facts about a round, written by the client that opens it. The names of the fields are stored.
+    """Facts about a round, from the client that opens it. The store holds the names of the fields.
 
     Args:
         generation: Number of the round among the rounds of its name.
@@ -64,7 +64,7 @@ class RoundHeader:
         participants: The clients that take part.
         topic: Topic of the first vote, in hexadecimal digits.
         position: Position of the first call.
-        failed: Generation and position of each round that failed since one passed, at most `KEPT_FAILURES`.
+        failed: Generation and position of each round that failed since the last passed round, at most `KEPT_FAILURES`.
         told: If the opener's call came from a coordinator: id of the latest round of this name whose verdict the client
             got there, "" for none. None: the call was made here.
         is_published: Whether the round was decided elsewhere (at a coordinator) and only its verdict was written here.
@@ -211,13 +211,13 @@ class StoreRounds:
         self._wall_clock = wall_clock
 
     def verdict(self, store: StoreConnection, round_: Round) -> Outcome | None:
-        """Return how a round has ended, None if it is open."""
+        """Return the end of a round, None if it is open."""
         text = store.get(round_.verdict_key)
         return None if text is None else Outcome.load(text)
 
     def decide(self, store: StoreConnection, round_: Round, outcome: Outcome) -> Outcome:
-        """Propose a verdict and return the verdict that counts: the first that was stored."""
-        # The time of day, as clients on other hosts read it; only error texts name it, nothing is decided by it.
+        """Propose a verdict; return the valid one, which is the first that was stored."""
+        # The time of day, because clients on other hosts read it; only error texts name it, and no decision uses it.
         proposal = replace(outcome, decided_at=self._wall_clock())
         return Outcome.load(store.compare_set(round_.verdict_key, "", proposal.dump()))
 
@@ -243,15 +243,16 @@ class StoreRounds:
                 told=call.moved_from,
             ),
         )  # fmt: skip
-        # The random id makes this header unlike all others: equal text means that this client has opened the round.
+        # The random id makes this header unique: equal text means that this client has opened the round.
         text = store.compare_set(own.open_key, "", own.header.dump())
         missed = None
         while text != own.header.dump():
             latest = replace(own, header=RoundHeader.load(text))
-            # The verdict of a round that is over is removed; that the round is decided is all that counts below.
+            # The verdict of a round that is over is removed; the code below only needs to know that the round is
+            # decided.
             outcome = verdicts.PASSED if latest.header.is_over else self.verdict(store, latest)
-            # A later barrier of an operation takes place once. And a round that the coordinator decided is this call's
-            # round if the client left the coordinator without having got that verdict.
+            # A later barrier of an operation takes place once. A round that the coordinator decided is this call's
+            # round if the client left the coordinator before it got the verdict.
             is_news = latest.header.is_published and call.moved_from not in (None, latest.header.round_id)
             if operation or is_news:
                 return JoinedRound(latest, outcome)
@@ -266,7 +267,7 @@ class StoreRounds:
                     return JoinedRound(latest, None, missed)
                 # This client gave up the call that had arrived there, and now comes anew.
                 outcome = self.decide(store, latest, verdicts.gave_up(latest.name, self._who()))
-            # A round that passed had all participants, so no client can be late for a failed one before it.
+            # A passed round had all participants, so no client can be late for an earlier, failed round.
             failed = (*latest.header.failed, (latest.header.generation, latest.header.position)) if outcome.code else ()
             header = replace(own.header, generation=latest.header.generation + 1, failed=failed[-KEPT_FAILURES:])
             own = replace(own, header=header)
@@ -289,7 +290,7 @@ class StoreRounds:
         """
         header, me = latest.header, self._member.client
         failed = (*header.failed, (header.generation, header.position)) if outcome and outcome.code else header.failed
-        # The newest first: a late client gets the latest verdict of those that it missed.
+        # The newest first: a late client gets the latest of the verdicts that it missed.
         for generation, position in reversed(failed):
             round_ = replace(latest, header=replace(header, generation=generation))
             if (
@@ -298,7 +299,7 @@ class StoreRounds:
             ):
                 continue
             was_there = store.has(*round_.arrival_keys(me))
-            # The verdict of a retold round tells of the failed rounds before it, so a client that was there knows them.
+            # The verdict of a retold round contains the failed rounds before it, so a client of that round knows them.
             if was_there and failure.is_retold:
                 return None
             if was_there or failure.is_retold:
@@ -321,12 +322,12 @@ class StoreRounds:
         return Arrival(str(self._member.incarnation), call.number, is_late, call.vote.payload).dump()
 
     def note_told(self, store: StoreConnection, round_: Round, call: BarrierCall) -> None:
-        """Write down that this client knows a failed round's verdict, so that it is not told again."""
+        """Record that this client knows a failed round's verdict, so that it does not get the verdict again."""
         (key,) = round_.arrival_keys(self._member.client)
         store.compare_set(key, "", self.arrival(call, is_late=True))
 
     def note_known(self, store: StoreConnection, *rounds: Round) -> None:
-        """Write down that each client which is in one of these failed rounds knows how all of them failed."""
+        """Record that each client in one of these failed rounds knows how all of them failed."""
         known = {
             client
             for round_ in rounds
@@ -339,13 +340,13 @@ class StoreRounds:
                 store.compare_set(key, "", Arrival(DECIDED_ELSEWHERE, 0, True, None).dump())
 
     def arrive(self, store: StoreConnection, joined: JoinedRound, call: BarrierCall) -> Outcome | None:
-        """Arrive with an ok vote; return the verdict if that is the last arrival."""
+        """Arrive with an ok vote; return the verdict if this is the last arrival."""
         round_ = joined.round
         (key,) = round_.arrival_keys(self._member.client)
         text = self.arrival(call, is_late=joined.missed is not None)
         if store.compare_set(key, "", text) != text:  # another thread of this client is here
             return self.decide(store, round_, verdicts.gave_up(round_.name, self._who()))
-        # The count only saves the others a look at all keys: a client may die between its arrival and its count.
+        # The count only spares the others a read of all keys: a client may die between its arrival and its count.
         is_last = store.add(round_.count_key) >= len(round_.header.participants)
         return self.decide(store, round_, verdicts.PASSED) if is_last and store.has(*round_.arrival_keys()) else None
 
@@ -359,7 +360,7 @@ class StoreRounds:
         return all(Arrival.load(text).is_late for key in round_.arrival_keys() if (text := store.get(key)) is not None)
 
     def publish(self, store: StoreConnection, decision: Decision) -> None:
-        """Write down the verdict of a round that was decided elsewhere; a verdict that is already here stands."""
+        """Record the verdict of a round that was decided elsewhere; an existing verdict stays."""
         header = RoundHeader(0, decision.round_id, self._member.client, decision.participants, is_published=True)
         own = Round(decision.name, decision.operation, header)
         text = store.compare_set(own.open_key, "", header.dump())
@@ -383,7 +384,7 @@ class StoreRounds:
         self.decide(store, own, decision.outcome)
 
     def forget(self, store: StoreConnection, round_: Round) -> None:
-        """Remove keys of a round that no client can still be reading.
+        """Remove keys of a round that no client can be reading any more.
 
         Each client removes its own arrival; the first participant also removes the keys that all share.
         """

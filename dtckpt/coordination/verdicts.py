@@ -21,8 +21,8 @@ class Outcome:
     Args:
         code: Class of `dtckpt.errors`; "": the round passed.
         message: Text of the error.
-        clients: The clients that fell silent or left, if that is the reason.
-        missing: The clients that did not arrive in time, if that is the reason.
+        clients: The clients that fell silent or left, if this is the reason.
+        missing: The clients that did not arrive in time, if this is the reason.
         decided_at: Seconds since the epoch, for messages.
         is_retold: Whether the error comes from an earlier round, which the participants had missed.
     """
@@ -46,7 +46,7 @@ class Outcome:
         """Raise the error of a failed barrier; return for a passed one.
 
         Args:
-            was_cut_off: Whether this client's arrival got through only at a later try; see `Coordination.barrier`.
+            was_cut_off: Whether this client's arrival succeeded only at a later try; see `Coordination.barrier`.
         """
         if self.code:
             facts = {"clients": self.clients, "missing": self.missing}
@@ -63,7 +63,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How one round ended at the coordinator, as a client writes it down at the store for the others.
+    """The end of a round at the coordinator, as a client records it at the store for the others.
 
     Args:
         name: Of the barrier.
@@ -125,12 +125,12 @@ def cancelled(name: str, who: str) -> Outcome:
 
 
 def came_late(name: str, age_s: float, missed: Outcome) -> Outcome:
-    """Return the outcome of a round at which only clients arrived that had missed an earlier, failed round."""
+    """Return the outcome of a round with arrivals only of clients that had missed an earlier, failed round."""
     return replace(missed, message=wire_text(barrier_texts.came_late(name, age_s, missed.message)), is_retold=True)
 
 
 def gave_up(name: str, who: str) -> Outcome:
-    """Return the outcome of a round in which a client stopped waiting without having heard a verdict."""
+    """Return the outcome of a round in which a client stopped waiting before it got a verdict."""
     return failed(errors.BarrierCancelledError, barrier_texts.gave_up(name, who))
 
 

@@ -1,8 +1,8 @@
 """The DTensor runtime: tensors of global shape whose components live on the devices of a mesh.
 
 Mirrors ``torch.distributed.tensor`` name for name, and has TensorFlow's names for the same things beside them. The
-public names are the names in ``__all__`` and the submodules `debug`, `experimental`, `parallel` and `placement_types`;
-these are imported by the programs that use them.
+public names are the names in ``__all__`` and the submodules `debug`, `experimental`, `parallel` and `placement_types`.
+Programs import these submodules themselves.
 """
 
 import sys

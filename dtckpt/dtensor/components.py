@@ -1,8 +1,8 @@
 """Pack components into DTensors and unpack them: `pack`, `unpack`.
 
 `pack` checks that the components of all clients fit each other. Clients exchange a summary of their components (shapes,
-dtypes, errors), never the values; so an error of one client is raised on all. When a later call gets like components,
-their global shape is taken for granted and nothing is exchanged (`dtckpt.redistribution.agreements`).
+dtypes, errors), never the values; so an error of one client is raised on all. When a later call gets similar
+components, it takes their global shape for granted, without an exchange (`dtckpt.redistribution.agreements`).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def pack(
     they exchange shapes and dtypes, and raise the same error. Otherwise the call sends nothing; if it fails on one
     client, the others raise that error in their next collective call.
     Without ``run_check``, clients exchange these facts once for components of the same shapes, dtype and layout.
-    If the components of only some clients change later, the next exchange raises LayoutError on all clients; pass
-    ``shape`` where that may happen.
+    If only some clients' components change later, the next exchange raises LayoutError on all clients; pass ``shape``
+    if this may happen.
 
     Args:
         tensors: One tensor, array, scalar or nested sequence of numbers per local device.
@@ -97,14 +97,14 @@ def pack_strided(
         tensors: As there.
         layout: As there.
         shape: As there.
-        stride: Strides of the global tensor, as it would be in one memory. Without them they follow from the largest
-            component if ``shape`` is None, and otherwise from ``shape``, as for a contiguous tensor.
+        stride: Strides of the global tensor in a single memory. Default: they follow from the largest component if
+            ``shape`` is None, and otherwise from ``shape``, as for a contiguous tensor.
         run_check: As there.
-        compares_values: False if ``run_check`` is to compare shapes and dtypes only.
-        requires_grad: Whether this client's components need a gradient, to be compared by ``run_check``. A client whose
-            components need none takes no part in the backward pass, and the other clients wait for it.
+        compares_values: False if ``run_check`` only compares shapes and dtypes.
+        requires_grad: Whether this client's components need a gradient; ``run_check`` compares this. A client whose
+            components need no gradient takes no part in the backward pass, and the others would wait for it.
         origin: The source of the components, equal on all clients. When the origin changes, all clients exchange
-            summaries, even clients whose components are like earlier ones.
+            summaries, even clients with components similar to earlier components.
     """
     _validate_mesh(layout)
     case = None
@@ -124,7 +124,7 @@ def pack_strided(
         global_shape = None if shape is None else _integers("global shape", shape)
         components = _components(tensors, layout)
     except DtckptError as error:
-        # Kept and not raised: the other clients wait for this one's summary, and raise the error with it.
+        # Kept and not raised: the other clients wait for this client's summary, and raise the error with it.
         failure = error
     summary = ComponentSummary.of(components, layout, failure, global_shape, requires_grad=run_check and requires_grad)
     # Otherwise nothing is sent, and each client checks its own components against the shape that it was given.
@@ -166,7 +166,7 @@ def _strided(
 
 
 def _pack_again(tensors: Sequence[Any], layout: Layout, case: tuple[Any, ...]) -> DTensor | None:
-    """Return the DTensor of components whose kind `pack` has seen before; None if it has not."""
+    """Return the DTensor of components of a kind that `pack` has seen before; None for a new kind."""
     known = agreements.recall(layout.mesh.clients, case)
     if known is None:
         return None
@@ -191,7 +191,7 @@ def _can_agree(mesh: Mesh) -> bool:
 
 
 def _case_of(tensors: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
-    """Return all that decides what `pack` does with this client's components, their values apart."""
+    """Return all facts, except values, that determine the work of `pack` on this client's components."""
     # Equal meshes may be seen from different clients of one process.
     return layout, id(layout.mesh), *map(_kind_of, tensors)
 
@@ -315,7 +315,7 @@ class ComponentSummary:
     Args:
         shapes: Component shape by global device id.
         dtypes: Component dtype by global device id.
-        failure: ``(code, message)`` of an error because of which a client has no components.
+        failure: ``(code, message)`` of an error, if a client has no components because of it.
         strides: Component strides by global device id, of components that are not contiguous.
         layouts: The layouts that clients pass, as texts, and whether their tensors are meta tensors or need a gradient;
             each text once.

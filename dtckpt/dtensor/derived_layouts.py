@@ -1,4 +1,4 @@
-"""Layouts and meshes that follow from others: of gradients, of placements, of one device of each client."""
+"""Layouts and meshes derived from others: of gradients, of placements, of one device of each client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtckpt.layout.placement import Placement, Replicate, placement_of
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """Return the layout of the gradient of a tensor in ``layout``: the same, but nothing is pending."""
+    """Return the layout of the gradient of a tensor in ``layout``: the same without pending reductions."""
     return Layout(layout.sharding_specs, layout.mesh) if layout.partial else layout
 
 
@@ -73,7 +73,7 @@ def _host_mesh(mesh: Mesh, identity: int, axis: str, name: str) -> Mesh:
 
 
 def mesh_of_all_clients(meshes: Sequence[Mesh]) -> Mesh:
-    """Return a mesh with a device of every client of some meshes: the first of them that has, or else a new one.
+    """Return a mesh with a device of every client of some meshes: the first such mesh among them, or else a new one.
 
     Args:
         meshes: At least one, in an order that all clients agree on.

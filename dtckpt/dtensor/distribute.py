@@ -52,15 +52,15 @@ def distribute_tensor(
     Collective: Over the mesh's clients, unless ``src_data_rank`` is None.
 
     Args:
-        tensor: A tensor of the same shape and dtype on every client; the values of one client's count. For a meta
-            tensor, the components are meta tensors. A DTensor that has this mesh and these placements is returned.
+        tensor: A tensor of the same shape and dtype on every client; one client's values count. For a meta tensor, the
+            components are meta tensors. A DTensor with this mesh and these placements is returned unchanged.
         device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
         placements: One per mesh axis; None means replicated.
         src_data_rank: Position, along every axis, of the device whose client sends the values. None: every client uses
-            its own values, which must be the same, and nothing is communicated.
+            its own values, which must be equal, without communication.
 
     Raises:
-        ComponentError: The clients' tensors differ in shape or dtype, or the other arguments do.
+        ComponentError: The clients' tensors differ in shape or dtype, or clients pass different arguments.
         LayoutError: A DTensor has another mesh or other placements (use redistribute), or the tensor is no leaf.
         MeshError: The mesh has no such position.
         CoordinationError: Clients must talk, and no process group connects them.
@@ -70,12 +70,12 @@ def distribute_tensor(
         return _validated(tensor, mesh, placements)
     layout = _layout_of(tensor, mesh, placements, src_data_rank)
     if src_data_rank is not None and not mesh.is_remote() and mesh.num_clients > 1:
-        # Agree before any client sends: an error here, or other arguments, would leave the other clients waiting for
-        # values. So an error is a value until all clients have told theirs.
+        # Agree before any client sends: with an error here, or other arguments, the other clients would wait for
+        # values. So a client keeps an error as a value until all clients have reported theirs.
         layout = _agreed_layout(layout, tensor, mesh, src_data_rank)
     if isinstance(layout, DtckptError):
         raise layout
-    # In two steps: values travel once, then each device makes its term of a Partial one, and nothing moves.
+    # In two steps: values travel once, then each device makes its term of a Partial tensor, without messages.
     complete = gradient_layout(layout)  # nothing pending
     if src_data_rank is None or tensor.is_meta or mesh.num_clients == 1:
         distributed = copy_to_mesh(tensor.detach(), complete)
@@ -89,7 +89,7 @@ def distribute_tensor(
 
 
 def _validated(tensor: DTensor, mesh: Mesh, placements: Sequence[Placement] | None) -> DTensor:
-    """Return a DTensor that has a mesh and placements already."""
+    """Return a DTensor after a check that it has this mesh and these placements already."""
     try:
         layout = cached_layout(mesh, placements, tensor.ndim)
         if tensor.layout != layout:
@@ -133,7 +133,7 @@ def _layout_of(
 def _agreed_layout(
     layout: Layout | DtckptError, tensor: torch.Tensor, mesh: Mesh, position: int
 ) -> Layout | DtckptError:
-    """Return ``layout`` if all clients ask for the same, else an error, the same one on all clients.
+    """Return ``layout`` if all clients ask for the same layout, else an error, equal on all clients.
 
     Collective: Over the mesh's clients.
 
@@ -148,14 +148,14 @@ def _agreed_layout(
         # Where the arguments of another client have changed, the redistribution that follows raises on all.
         if agreements.recall(mesh.clients, case):
             return layout
-        # A meta tensor has no values to send. Beside clients that have some, its client would leave them waiting.
+        # A meta tensor has no values to send. Other clients, with values, would wait for its client.
         device = ("meta",) if tensor.is_meta else ()
         request = (tuple(tensor.shape), str(tensor.dtype), str(layout.placements), position, *device)
         failure_and_request = (None, request)
     try:
         gathered = gather_objects(failure_and_request, mesh, "distribute_tensor")
     except DtckptError as error:
-        # The others do something else, and raise because this client does not. Its own failure says why.
+        # The others make another call, and raise because this client does not join it. Its own failure is the reason.
         raise (layout if isinstance(layout, DtckptError) else error) from error
     failure = next((failure for failure, _ in gathered if failure is not None), None)
     if failure is not None:
@@ -204,7 +204,7 @@ def distribute_module(
     input_fn: Callable[[nn.Module, Any, Mesh], Any] | None = None,
     output_fn: Callable[[nn.Module, Any, Mesh], Any] | None = None,
 ) -> nn.Module:
-    """Turn a module's parameters and buffers into DTensors, in place; tied ones stay tied.
+    """Turn a module's parameters and buffers into DTensors, in place; tied parameters stay tied.
 
     Collective: Over the mesh's clients, as `distribute_tensor` for every parameter and buffer.
 
@@ -212,7 +212,7 @@ def distribute_module(
         module: The module.
         device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
         partition_fn: Called with name, submodule and mesh for every submodule, the root (``""``) first; it may replace
-            parameters by DTensors. Those that it leaves plain are replicated.
+            parameters by DTensors. Remaining plain parameters become replicated.
         input_fn: Called with module, inputs and mesh before the module's forward; returns the inputs to use.
         output_fn: Called with module, outputs and mesh after it; returns the outputs to use. Hooks without the module
             are deprecated.
@@ -244,7 +244,7 @@ def distribute_module(
 
 
 def _with_module(name: str, values: str, hook: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """Return a hook that takes module, values and mesh, also for one that takes values and mesh only, as of old."""
+    """Return a hook that takes module, values and mesh; wrap an old hook that takes only values and mesh."""
     if hook is None:
         return None
     if _takes(hook, 3):
@@ -318,7 +318,7 @@ def _replicate_rest(module: nn.Module, mesh: Mesh, tied: _Tied) -> None:
     for registry in _registries(module):
         for name, tensor in registry.items():
             if tensor is not None and not isinstance(tensor, DTensor):
-                # Two DTensors of one tied parameter would be updated apart, and differ after a step.
+                # An optimizer would update two DTensors of one tied parameter separately, and they would differ.
                 replacement = tied.replacement_of(tensor)
                 registry[name] = _replicated(tensor, mesh) if replacement is None else replacement
 

@@ -32,10 +32,10 @@ class Options(TypedDict, total=False):
 
     Args:
         dtype: Default torch's default dtype.
-        layout: ``torch.strided``, the only one there is.
+        layout: ``torch.strided``; there is no other.
         requires_grad: Whether gradients are wanted.
         device_mesh: A `Mesh` or PyTorch's ``DeviceMesh``; default the innermost block's (see `run_on`).
-        placements: One per mesh axis; None means replicated. Terms of Partial ones reduce to the values.
+        placements: One per mesh axis; None means replicated. Terms of a Partial tensor reduce to the values.
     """
 
     dtype: torch.dtype | None
@@ -70,7 +70,7 @@ def _make(
     mesh = require_mesh(device_mesh)
     shape = _shape_of(size)
     target = cached_layout(mesh, placements, len(shape))
-    complete = gradient_layout(target)  # nothing pending: terms are made of the values
+    complete = gradient_layout(target)  # nothing pending: terms come from the values
     fill = make_fill(mesh, shape)
     components = []
     for device, name in zip(mesh.local_device_ids(), mesh.local_devices(), strict=True):
@@ -135,7 +135,7 @@ def rand(*size: Any, **options: Unpack[Options]) -> DTensor:
     Collective: At some calls, over the mesh's clients; see `agreed_key`.
 
     Raises:
-        GeneratorMismatchError: The generators of clients have come to differ; see `agreed_key`.
+        GeneratorMismatchError: The generators of clients differ now; see `agreed_key`.
     """
     return _make(size, _random("uniform"), **_known("rand", options))
 

@@ -27,20 +27,21 @@ _LENGTH_NBYTES = 8
 def gather_objects(value: T, mesh: Mesh, purpose: str) -> list[T]:
     """Return the value of every client of a mesh, in the order of ``mesh.clients``.
 
-    Under PyTorch's ``fake`` process group, for dry runs, every client is taken to have this one's value.
+    Under PyTorch's ``fake`` process group, for dry runs, the result has this client's value for every client.
 
-    On the host the values travel as a redistribution. So a client that does not come, because it does another
-    redistribution or fails, is noticed as in any redistribution, and all clients raise.
+    On the host the values travel as a redistribution. So if a client does not come, because it makes another
+    redistribution or fails, all clients raise, as in any redistribution.
 
     Collective: Over the mesh's clients, which a process group connects.
 
     Args:
         value: Anything that can be pickled; a few hundred bytes go fastest.
         mesh: A mesh in which this client has a device.
-        purpose: Which function asks, in printable characters without spaces. Values for different purposes never meet.
+        purpose: Name of the calling function, in printable characters without spaces. Values for different purposes
+            never meet.
 
     Raises:
-        LayoutError: Other clients do something else, or took other facts for granted before.
+        LayoutError: Other clients make another call, or took other facts for granted before.
         CoordinationError: A client is gone.
     """
     if is_fake():

@@ -3,8 +3,8 @@
     from_local, from_components             to_local, to_components            full_tensor
     plain tensor(s) of each client   --->   DTensor   --->   plain tensor(s)   whole tensor on every client
 
-Gradients take the same way back. The gradient of a component is a component of the gradient, in a layout that the
-caller may choose; by default `gradient_layout` of the tensor's.
+Gradients take the same way back. The gradient of a component is a component of the gradient. The caller may choose the
+gradient's layout; by default it is the `gradient_layout` of the tensor.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def to_components(tensor: DTensor, gradient: Layout) -> tuple[torch.Tensor, ...]
 def validate_gradient(gradient: Layout, layout: Layout, shape: tuple[int, ...]) -> None:
     """Refuse a layout of a gradient whose components have other shapes than the tensor's.
 
-    All clients find the same: the shapes on every device count, also where this client's are alike.
+    All clients find the same result, because the shapes on every device count, not only on this client's devices.
 
     Raises:
         LayoutError: The shapes differ on some device, or the gradient's layout is on another mesh.
@@ -190,14 +190,14 @@ def from_components(
     Collective: As `pack`, whose arguments and errors these are.
 
     Args:
-        parts: One per local device, of the shapes that `pack` needs. On a client outside the mesh one, whose dtype
-            and device count.
+        parts: One per local device, of the shapes that `pack` needs. On a client outside the mesh one tensor, of which
+            only dtype and device count.
         layout: The tensor's layout.
         shape: Global shape; None means that the clients find it together.
         stride: Strides of the global tensor.
         gradient: The layout that the components' gradients are in; default `gradient_layout` of ``layout``.
         run_check: Compare the values of components that are copies of each other.
-        compares_values: False if ``run_check`` is to compare shapes, dtypes and ``requires_grad`` only.
+        compares_values: False if ``run_check`` only compares shapes, dtypes and ``requires_grad``.
         origin: As for `pack_strided`.
     """
     requires_grad = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
@@ -228,7 +228,7 @@ def from_components(
 
 
 def whole_gradient_layout(tensor: DTensor, placements: Sequence[Placement]) -> Layout:
-    """Return the layout of the gradient of a whole tensor, of which every client holds one; see `full_tensor`.
+    """Return the layout of the gradient of a whole tensor, with one gradient on every client; see `full_tensor`.
 
     Args:
         tensor: The tensor.

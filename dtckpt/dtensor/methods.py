@@ -43,7 +43,7 @@ def _from_local(
         gradient = None if grad_placements is None else Layout.from_placements(mesh, grad_placements, layout.rank)
         stride = None if stride is None else strides_of(stride, layout.rank)
     except DtckptError as error:
-        # Where clients exchange summaries, the others wait for this one's, and the error takes its place.
+        # If clients exchange summaries, the others wait for this client's summary, and the error takes its place.
         if shape is None or run_check:
             raise shared_failure(error, mesh) from None
         execute.report_error(error, [mesh], is_numbered=True)

@@ -3,9 +3,9 @@
 `dtckpt.redistribution.execute` moves components and knows no DTensors. This module adds the checks of arguments,
 conversions of dtype, and gradients.
 
-Gradients follow the values: the gradient of a sharded tensor is sharded alike, the gradient of a replicated tensor is
-replicated. The gradient of a Partial tensor is replicated: each term adds to the tensor, so each has the tensor's whole
-gradient.
+Gradients follow the values: the gradient of a sharded tensor is sharded in the same way, and the gradient of a
+replicated tensor is replicated. The gradient of a Partial tensor is replicated: each term adds to the tensor, so the
+gradient of each term is the tensor's whole gradient.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Request:
 
     Args:
         plans: One per tensor.
-        layouts: The layouts that were asked for. The layouts of the plans may be on equal meshes that know other names.
+        layouts: The requested layouts. The layouts of the plans may be on equal meshes that know other names.
         backward_dtype: The dtype to convert gradients to before they are moved back; default each tensor's own.
         is_async: Whether to return while the last exchange is in progress.
     """
@@ -65,7 +65,7 @@ class _Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: DTensor | None) -> tuple[Any, ...]:
-        # Results that were not used have no gradient; the others' go back together.
+        # Unused results have no gradient; the gradients of the others go back together.
         used = [number for number, gradient in enumerate(gradients) if gradient is not None]
         sources = [gradient for gradient in gradients if gradient is not None]
         layouts = tuple(gradient_layout(ctx.sources[number][0]) for number in used)
@@ -143,7 +143,8 @@ def redistribute(
     try:
         target, plan = _plan(tensor, layout, forward_dtype, backward_dtype)
     except DtckptError as error:
-        # The others may find no error, and wait for this client's messages: they raise the same error instead.
+        # The others may find no error, and would wait for this client's messages. With this report they raise the
+        # error.
         report_error(error, meshes_of([tensor, layout]), is_numbered=is_counted)
         raise
     if is_counted and (plan is None or plan.is_local):
@@ -222,7 +223,7 @@ def count_unchanged(tensor: DTensor) -> None:
 
 
 def _without_moving(tensor: DTensor, layout: Layout, dtype: torch.dtype | None) -> DTensor:
-    """Return the result for a tensor of which nothing moves: the tensor itself, or a meta tensor in the layout."""
+    """Return the result if no element moves: the tensor itself, or a meta tensor in the layout."""
     return redistribute_meta(tensor, layout, dtype or tensor.dtype) if tensor.is_meta else tensor
 
 

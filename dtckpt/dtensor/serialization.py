@@ -24,7 +24,7 @@ def reduce(tensor: DTensor) -> tuple[Any, ...]:
     Other views become separate tensors.
     """
     warn_if_has_hooks(tensor)
-    # A view that shares no memory with its source becomes a separate tensor, whose writes no other tensor counts.
+    # A view without memory of its source becomes a separate tensor, whose writes no other tensor counts.
     writes = None if tensor._view is not None else tensor._writes
     state = *_description(tensor), _attributes(tensor), *_place(tensor), writes
     return rebuild, (type(tensor), tensor.components, *state)

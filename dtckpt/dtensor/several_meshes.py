@@ -1,8 +1,8 @@
-"""Functions of PyTorch over all parameters of a model, where these are on several meshes: gradient norms and LBFGS.
+"""Functions of PyTorch over all parameters of a model, if these are on several meshes: gradient norms and LBFGS.
 
-Such a function merges values of all parameters into one tensor. Here that tensor is on one mesh that each client of the
-meshes has a device in, so that each client can read it. `install` replaces PyTorch's functions; for tensors on one mesh
-the replacements call them::
+Such a function merges values of all parameters into one tensor. Here that tensor is on one mesh with a device of each
+client, so that each client can read it. `install` replaces PyTorch's functions; for tensors on one mesh the
+replacements call them::
 
     get_total_norm    norm of each gradient, on its mesh  -->  all norms on the common mesh  -->  norm of the norms
     LBFGS             each gradient, flat, on its mesh    -->  one vector on the common mesh  -->  each mesh, its part
@@ -67,7 +67,7 @@ def _total_norm(
 
 
 def _norms_on_one_mesh(tensors: list[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
-    """Return tensors on one mesh with the same total norm: the tensors themselves, or else their norms.
+    """Return tensors on one mesh with the same total norm: the tensors themselves, or else the norms of these tensors.
 
     The norm of norms equals the norm of their absolute values, so PyTorch's function may take norms for gradients.
     """
@@ -99,7 +99,7 @@ def _clip_with_norm(
 
 
 def _with_norms(parameters: list[torch.Tensor], norm: torch.Tensor) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
-    """Return the parameters of each mesh, and those on none, with the norm on that mesh."""
+    """Return the parameters of each mesh, and the plain parameters, each group with the norm on its mesh."""
     with_gradients = [one for one in parameters if one.grad is not None]
     if len(_meshes_of([*with_gradients, norm])) < 2:
         return [(with_gradients, norm)]

@@ -73,7 +73,7 @@ class DTensor(torch.Tensor):
     _pending: RunningRedistribution | None = None
     """The redistribution that still writes to the components; each reader of the components waits for it."""
     _is_async: bool = False
-    """Whether it was redistributed with ``async_op``: programs may call ``wait`` on the result of `to_local`."""
+    """Whether ``async_op`` made the tensor: then programs may call ``wait`` on the result of `to_local`."""
     _spec: Spec | None = None
     """Description for operators, made by `spec_of` when an operator first asks for it."""
     _view: Any = None
@@ -134,7 +134,8 @@ class DTensor(torch.Tensor):
     def components(self) -> tuple[torch.Tensor, ...]:
         """The components of this client's devices, in `Mesh.local_devices` order; they share memory with it."""
         if self._pending is not None:
-            # Forgotten only after it has returned: if the redistribution failed, every later use raises the same error.
+            # Forget it only after it has returned: after a failed redistribution, every later use raises the same
+            # error.
             self._pending.wait()
             self._pending = None
         if self._view is not None:
@@ -153,7 +154,7 @@ class DTensor(torch.Tensor):
             self._methods.validate_gradient(self)
         _REQUIRES_GRAD.__set__(self, requires_grad)
 
-    # Without a function of ours for reading: operators read it all the time.
+    # Without a Python function for reading, because operators read it all the time.
     requires_grad = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
 
     @property
@@ -178,8 +179,8 @@ class DTensor(torch.Tensor):
         such a gradient, and stores the result. A gradient that is assigned in another layout shares its values with the
         stored gradient.
 
-        Collective: Over the mesh's clients, when it is read for the first time after a backward pass, and when one in
-        another layout is assigned.
+        Collective: Over the mesh's clients, at the first read after a backward pass, and at an assignment of a gradient
+        in another layout.
         """
         stored: torch.Tensor | None = _GRAD.__get__(self)
         if stored is None:
@@ -214,8 +215,8 @@ class DTensor(torch.Tensor):
         """Return the DTensor of which each client's ``local_tensor`` is a component. Differentiable.
 
         Collective: Over the mesh's clients if ``shape`` is None or with ``run_check``: they exchange shapes, and with
-        ``run_check`` values. Otherwise the call sends nothing, but every client must still make it. If it fails on one
-        client, the others raise that error in their next collective call.
+        ``run_check`` also values. Otherwise the call sends nothing, but every client must still make it. If it fails on
+        one client, the others raise that error in their next collective call.
 
         Args:
             local_tensor: This client's component, which shares memory with the result, unless ``run_check`` replaces
@@ -226,7 +227,7 @@ class DTensor(torch.Tensor):
             run_check: Compare shapes, dtypes and ``requires_grad`` on all clients, then give every copy the values of
                 the first device along the replicated axes. No tensor of a caller is written to.
             shape: Global shape. Without it the clients find it together, also for uneven shards. A client outside the
-                mesh takes the shards to be even.
+                mesh assumes even shards.
             stride: Strides of the global tensor. Without it they follow from the components if ``shape`` is None; with
                 ``shape`` they are the strides of a contiguous tensor.
             grad_placements: Placements of the component's gradient. Default: the tensor's placements, in which
@@ -249,8 +250,8 @@ class DTensor(torch.Tensor):
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the component of this client's only device; it shares memory with the tensor. Differentiable.
 
-        A client that is no member of the mesh gets a tensor of shape (0,). After ``redistribute`` with ``async_op`` the
-        result has a method ``wait``, which returns it.
+        A client outside the mesh gets a tensor of shape (0,). After ``redistribute`` with ``async_op`` the result has a
+        method ``wait``, which returns the result.
 
         Args:
             grad_placements: Placements of the component's gradient. Default: the tensor's placements, in which
@@ -275,8 +276,8 @@ class DTensor(torch.Tensor):
         timeout.
 
         Args:
-            grad_placements: Placements of the whole tensor's gradient, one per mesh axis: Partial if each client's
-                gradient is a term of it. Default replicated.
+            grad_placements: Placements of the whole tensor's gradient, one per mesh axis: Partial if each client has a
+                term of the gradient. Default replicated.
 
         Raises:
             LayoutError: ``grad_placements`` do not fit the mesh, or shard the gradient of a whole tensor.
@@ -340,7 +341,7 @@ class DTensor(torch.Tensor):
 
     @property
     def fsdp_pre_all_gather(self) -> Any:
-        """Refuse PyTorch's ``fully_shard``, which looks for this name, and would take components for whole tensors."""
+        """Refuse PyTorch's ``fully_shard``, which looks for this name and would treat components as whole tensors."""
         raise LayoutError(
             "PyTorch's fully_shard got a module that holds DTensors of dtckpt; shard them by distribute_module alone, "
             "or pass parameters made by dtckpt.interop.to_torch"
@@ -381,7 +382,7 @@ class DTensor(torch.Tensor):
         raise without_memory("DLPack")
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Refuse, as PyTorch would read from and write to memory that is not there. Raises: OperatorError, always."""
+        """Refuse, because PyTorch would use memory that does not exist. Raises: OperatorError, always."""
         raise without_memory("untyped_storage")
 
     def storage(self) -> torch.TypedStorage:
@@ -389,7 +390,7 @@ class DTensor(torch.Tensor):
         raise without_memory("storage")
 
     def apply_(self, callable: Callable[..., Any]) -> Any:  # noqa: A002, ARG002  (PyTorch's name; there is no way)
-        """Refuse, as PyTorch would write to memory that a DTensor does not have.
+        """Refuse, because PyTorch would write to memory that a DTensor does not have.
 
         Raises:
             OperatorError: Always.
@@ -462,7 +463,7 @@ def check_layout(tensor: object, layout: Layout) -> None:
 
 
 def described(layout: Layout) -> str:
-    """Describe a layout for errors; the text is the same on every client and does not name every device."""
+    """Describe a layout for errors; the text is equal on every client and does not name every device."""
     mesh = layout.mesh
     if mesh.is_single_device() or not mesh.device_ids:
         return layout.to_string()

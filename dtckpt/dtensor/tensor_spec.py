@@ -1,7 +1,7 @@
 """Specs: layout, global shape, strides and dtype of a DTensor in one shared object.
 
-Equal specs are the same object, so the look-up of a plan by its key compares identities, which is fast. Their layouts
-are the same object as well, however many equal ones a program makes: each object would need separate plans.
+Equal specs are the same object, so the look-up of a plan by its key compares identities, which is fast. Equal layouts
+of specs are also the same object, because each object would need separate plans.
 """
 
 from __future__ import annotations

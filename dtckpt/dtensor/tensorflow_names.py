@@ -24,13 +24,13 @@ def relayout(tensor: Any, layout: Any, name: str | None = None) -> Any:
 
     The tensors of a tree are redistributed together: boxes that go from one client to another share messages.
 
-    Collective: As `redistribute`. A plain tensor is taken to be the same on every client; nothing is communicated.
+    Collective: As `redistribute`. Local for a plain tensor, which must be equal on every client.
 
     Args:
         tensor: A tensor, a value for `torch.as_tensor`, or a tree (dicts, lists, tuples) with tensors in it.
         layout: A Layout, for all tensors, or a tree of the same structure with one for each; a MATCH spec keeps the
-            present one.
-        name: Accepted as in TensorFlow, and ignored: it names an operation of a graph, which there is none of here.
+            present spec.
+        name: Accepted as in TensorFlow, and ignored: it names an operation of a graph, and there is no graph here.
 
     Returns:
         A DTensor, or a tree of the same structure. Leaves that are no tensors stay.
@@ -66,13 +66,13 @@ def relayout(tensor: Any, layout: Any, name: str | None = None) -> Any:
 def copy_to_mesh(tensor: Any, layout: Layout, source_layout: Layout | None = None) -> DTensor:
     """Return a DTensor of a plain tensor: each client cuts its devices' components out of its copy.
 
-    Nothing is communicated. Uneven sizes follow ``torch.chunk``; a MATCH spec means unsharded. A DTensor is
-    redistributed instead (collective then).
+    Nothing is communicated. Uneven sizes follow ``torch.chunk``; a MATCH spec means unsharded. For a DTensor the call
+    redistributes instead, and is collective.
 
     Args:
         tensor: A tensor, or a value for `torch.as_tensor`.
         layout: The layout of the result.
-        source_layout: Accepted as in TensorFlow, and ignored as there: the tensor tells its layout.
+        source_layout: Accepted as in TensorFlow, and ignored as there: the tensor has its layout.
 
     Raises:
         LayoutTypeError: ``layout`` is no Layout, or ``tensor`` cannot become a tensor.
@@ -110,7 +110,7 @@ def call_with_layout(fn: Callable[..., Any], layout: Layout | None, *args: Any, 
 
 @contextmanager
 def run_on(mesh: MeshLike) -> Iterator[Mesh]:
-    """Make ``mesh`` the default one inside a ``with`` block; the outer one comes back however the block ends.
+    """Make ``mesh`` the default mesh inside a ``with`` block; its end, also by an error, restores the outer mesh.
 
     ``with mesh:`` does the same. ``mesh`` may be a ``DeviceMesh`` of PyTorch.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def chunk_list(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    """Return the regions of this client's devices as chunks, each once; empty ones are left out.
+    """Return the regions of this client's devices as chunks, each once, without empty regions.
 
     Raises:
         LayoutError: Reductions are pending.
@@ -58,7 +58,7 @@ def shard_at(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
 
 
 def copies_of(shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the copies that a tensor of `shard_at`, or a slice of it, stands for: mostly the tensor alone."""
+    """Return the copies for which a tensor of `shard_at`, or a slice of it, stands: mostly the tensor alone."""
     return shard.copies if isinstance(shard, _Copies) else (shard,)
 
 
@@ -71,8 +71,8 @@ def _chunk(region: Region) -> ChunkStorageMetadata:
 def _copies_by_region(tensor: DTensor) -> Mapping[Region, Sequence[torch.Tensor]]:
     """Return the regions of this client's devices, with all copies of each.
 
-    Empty regions are left out: an empty region may begin where another region does, and PyTorch tells chunks apart by
-    their offset. A tensor without elements has one empty region, so that the checkpoint knows it.
+    Empty regions are left out: an empty region may begin at the offset of another region, and PyTorch identifies chunks
+    by their offset. A tensor without elements has one empty region, so that the checkpoint knows it.
     """
     layout, shape = tensor.layout, tuple(tensor.shape)
     if layout.partial:

@@ -1,10 +1,10 @@
 """Keep `torch.compile` from tracing the code of this library.
 
-Tracing it would compile the code that plans, moves and wraps components, once per operator and layout. Instead, the
-graph breaks where a compiled function uses a DTensor, with a reason, and the operator runs as without compilation.
+Tracing would compile the code that plans, moves and wraps components, once per operator and layout. Instead, the graph
+breaks, with a reason, when a compiled function uses a DTensor, and the operator runs as without compilation.
 
-The code is called from three sides: by the program, by PyTorch's dispatcher, and by autograd. So not only public
-functions are kept from tracing, but all functions of `dtckpt.dtensor`.
+The program, PyTorch's dispatcher and autograd call this code. So this module keeps all functions of `dtckpt.dtensor`
+from tracing, not only public functions.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _function_of(method: Callable[..., Any]) -> Callable[..., Any]:
 def traced(function: _F) -> _F:
     """Exempt a function from `keep_from_tracing`.
 
-    Such a function stands in for a function of PyTorch's, which is compiled for plain tensors. For DTensors it calls
-    functions that are not traced.
+    Such a function replaces a function of PyTorch that is compiled for plain tensors. For DTensors it calls functions
+    that are not traced.
     """
     setattr(function, _IS_TRACED, True)
     return function

@@ -1,13 +1,13 @@
 """Hooks into PyTorch: replace the few of its functions that accept only its own DTensors and meshes.
 
-`install` replaces them. Each replacement accepts DTensors or meshes of this library too, and calls PyTorch's function
-for everything else. `install` also adds `DTensor` to PyTorch's lists of the tensor types that optimizers update
-together.
+`install` replaces these functions. Each replacement also accepts DTensors or meshes of this library, and calls
+PyTorch's function for all other values. `install` also adds `DTensor` to PyTorch's lists of the tensor types that
+optimizers update together.
 
 `follow_torch_logs` has the log ``dtckpt.dtensor`` follow the setting ``TORCH_LOGS="dtensor"``, or
 `torch._logging.set_logs`. ``+dtensor`` (debug) shows which way each operator runs, the layouts chosen for it, and each
 redistribution; ``dtensor`` (info) shows which operators have no rule. The settings ``all`` and ``distributed`` include
-it. The lines go where PyTorch's own go.
+it. The lines go to the handlers of PyTorch's log.
 """
 
 from __future__ import annotations
@@ -124,9 +124,9 @@ def _encode_without_nesting(
 ) -> torch.Tensor:
     """Return the result of ``TransformerEncoder.forward``, also where PyTorch's has nested tensors between its layers.
 
-    These lack the padding, which is zero in the result.
+    Nested tensors lack the padding, which is zero in the result.
     """
-    # Without the attribute ``use_nested_tensor`` PyTorch's function passes the mask on to the layers.
+    # Without the attribute ``use_nested_tensor`` PyTorch's function passes the mask to the layers.
     encoded = _encode(SimpleNamespace(layers=encoder.layers, norm=None), src, mask, padding, is_causal)
     padded = padding != 0
     if mask is None and _would_nest(encoder, src, padded):
@@ -151,7 +151,7 @@ def _would_nest(encoder: torch.nn.TransformerEncoder, src: torch.Tensor, padded:
 
 @wraps(to_dlpack)
 def _to_capsule(tensor: torch.Tensor) -> Any:
-    """Return the capsule of a plain tensor's memory; PyTorch would return one of memory that is not there."""
+    """Return the capsule of a plain tensor's memory; for a DTensor, PyTorch would return a capsule without memory."""
     if isinstance(tensor, DTensor):
         raise without_memory("DLPack")
     return to_dlpack(tensor)

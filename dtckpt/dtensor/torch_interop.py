@@ -34,9 +34,8 @@ def layout_and_local(value: Any, kept: KeptLayouts | None = None) -> tuple[Layou
 
     Args:
         value: The tensor.
-        kept: Layouts of tensors that were converted before, and will be of this one: a model has thousands that lie
-            alike. The mapping must not outlive the objects on which a layout depends, such as the default process
-            group.
+        kept: Layouts of converted tensors, to which this call adds: a model has thousands of tensors of equal layout.
+            The mapping must not outlive the objects on which a layout depends, such as the default process group.
 
     Raises:
         LayoutError: Its placements have no counterpart here, or its local part is a `DTensor` itself.
@@ -61,10 +60,10 @@ def layout_and_local(value: Any, kept: KeptLayouts | None = None) -> tuple[Layou
 def to_torch(tensor: DTensor, device_mesh: Any = None) -> Any:
     """Return PyTorch's DTensor with the components of a `DTensor`: the same memory, no copy. Differentiable.
 
-    A parameter gives no leaf; ``nn.Parameter(to_torch(parameter.detach()))`` is one.
+    The result for a parameter is no leaf; ``nn.Parameter(to_torch(parameter.detach()))`` is a leaf.
 
-    Collective: Over the mesh's clients where ``device_mesh`` is None and the mesh is new to PyTorch, as process groups
-    may be made. Nothing is sent else.
+    Collective: Over the mesh's clients if ``device_mesh`` is None and the mesh is new to PyTorch, because the call may
+    make process groups. Otherwise local.
 
     Args:
         tensor: The tensor; each client owns one device of its mesh.

@@ -18,11 +18,11 @@ from dtckpt.layout.layout import Layout
 class DVariable(DTensor):
     """A DTensor that owns its memory, and to which values are assigned. Otherwise it is a tensor like any other.
 
-    A trainable one counts as ``nn.Parameter``, and has gradients if its dtype can have any.
+    A trainable variable counts as ``nn.Parameter``, and has gradients if its dtype can have any.
 
     Args:
-        initial_value: A DTensor; or a tensor, array or numbers, the same on every client; or a function of no
-            arguments that returns one of these.
+        initial_value: A DTensor; or a tensor, array or numbers, equal on every client; or a function without arguments
+            that returns one of these.
         layout: The layout; may be left out if the value is a DTensor, which has it.
         dtype: The dtype of numbers; tensors and arrays have it already.
         name: The name of the variable in errors.
@@ -84,7 +84,7 @@ class DVariable(DTensor):
         self._save_as_bf16 = bool(value) and self.dtype == torch.float32
 
     def read_value(self) -> DTensor:
-        """Return a copy of the value, which later assignments leave alone. Differentiable."""
+        """Return a copy of the value, which later assignments do not change. Differentiable."""
         return cast("DTensor", self.clone())
 
     def value(self) -> DTensor:
@@ -112,8 +112,8 @@ class DVariable(DTensor):
 
         Args:
             value: A value of the variable's shape. A tensor or a DTensor, in any layout on any mesh, must have the
-                variable's dtype; an array or numbers are converted. Other values than DTensors must be the same on
-                every client.
+                variable's dtype; an array or numbers are converted. Values that are no DTensors must be equal on every
+                client.
 
         Raises:
             ComponentError: The shape or the dtype differs from the variable's.

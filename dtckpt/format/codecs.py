@@ -41,7 +41,7 @@ def codec_documents(codec: str, itemsize: int) -> list[dict[str, Any]]:
 
 
 def chunk_bounds(codec: str, nbytes: int) -> tuple[int, int]:
-    """Return the fewest and the most bytes on storage that a chunk can take whose elements have ``nbytes`` bytes."""
+    """Return the fewest and the most bytes on storage for a chunk whose elements have ``nbytes`` bytes."""
     if codec == NO_CODEC:
         return nbytes, nbytes
     return max(1, -(-nbytes // MAX_RATIO)), nbytes + nbytes // _GROWTH_DIVISOR + _OVERHEAD_NBYTES
@@ -54,7 +54,7 @@ def validate_encoded(codec: str, data: bytes, nbytes: int) -> None:
     README_CHUNK_FORMAT).
 
     Raises:
-        ValueError: The header states another size, or a length that cannot be right.
+        ValueError: The header states another size, or an impossible length.
     """
     least, most = chunk_bounds(codec, nbytes)
     stated = nbytes, len(data)

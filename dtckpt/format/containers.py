@@ -4,9 +4,9 @@ The manifest holds such a container as ``{"type": [name, argument, node]}``. The
 never of a class. The argument helps to rebuild the container, as JSON. The node, of kind ``dict`` or ``list``, has the
 items.
 
-Named tuples and dataclasses have classes that only code could rebuild. So the manifest has the names of
-their fields, and a restore fills the fields of its target by name. Without a target they come back as a stand-in. So do
-tensors of wrapper subclasses (`TensorParts`).
+Named tuples and dataclasses have classes that only code could rebuild. So the manifest has the names of their fields,
+and a restore fills the fields of its target by name. Without a target a restore returns stand-ins, also for tensors of
+wrapper subclasses (`TensorParts`).
 
 A `dtckpt.PerClient` is saved as a `ClientValues`.
 """
@@ -29,8 +29,8 @@ from dtckpt.errors import TreeError
 class ClientValues(dict[int, Any]):
     """The values of one piece of state that differs by client, such as a random state, by number of the client.
 
-    A restore without a target gives them, and one whose target holds a plain value such as None. In a tree to be saved
-    they are the values of all clients, so every client must pass the same. A client that knows only its own value
+    A restore returns a `ClientValues` if it has no target, or if the target holds a plain value such as None. A save
+    takes it as the values of all clients, so every client must pass the same. A client that knows only its own value
     passes a `dtckpt.PerClient`.
 
     Args:
@@ -61,7 +61,7 @@ class ClientValues(dict[int, Any]):
 
 
 def has_parts(value: object) -> bool:
-    """Whether a value is a tensor of a subclass that can be taken apart and put together again."""
+    """Tell whether a value is a tensor of a subclass that PyTorch can flatten into inner tensors and rebuild."""
     if not all(hasattr(type(value), name) for name in ("__tensor_flatten__", "__tensor_unflatten__")):
         return False
     import torch  # here, because it takes seconds, and other values than tensors are recognised without it
@@ -70,14 +70,14 @@ def has_parts(value: object) -> bool:
 
 
 class TensorParts(dict[str, Any]):
-    """The parts of a tensor of a wrapper subclass, by name; it stands for the tensor where its class is not known.
+    """The parts of a tensor of a wrapper subclass, by name; a stand-in for the tensor without its class.
 
     Such a subclass, for example one of torchao's, holds no elements itself. PyTorch's `__tensor_flatten__` returns
     the names of its inner tensors and a context. A checkpoint stores the inner tensors, named ``tensor/inner``, and the
     context, which must be a tree of plain values.
 
-    ``Subclass.__tensor_unflatten__(dict(parts), parts.context, parts.shape, stride)`` makes the tensor anew. In a tree
-    to be saved it counts as the tensor does.
+    ``Subclass.__tensor_unflatten__(dict(parts), parts.context, parts.shape, stride)`` makes the tensor anew. A save
+    treats the parts like the tensor.
 
     Args:
         parts: The inner tensors, by name.
@@ -126,7 +126,8 @@ class Container(NamedTuple):
         make: Rebuilds it; called with its argument and its items.
         items: Returns its items; called with the container.
         argument: Returns its argument, as JSON; called with the container and its path in the tree.
-        has_tree_argument: Whether the argument is a tree of plain values instead, of which the manifest has the node.
+        has_tree_argument: Whether the argument is a tree of plain values instead; the manifest has the node of this
+            tree.
     """
 
     base: type[dict[Any, Any]] | type[list[Any]]

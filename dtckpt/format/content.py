@@ -44,9 +44,9 @@ from dtckpt.layout.region import Region
 _ONES = 2**64 - 1
 """The CRC's initial value, and the mask of its last inversion."""
 _RUN_NBYTES = 128
-"""Shorter runs are digested together, by tables; longer ones each by the processor's CRC instructions."""
+"""Shorter runs are digested together, by tables; each longer run by the processor's CRC instructions."""
 _FEW_RUNS = 64
-"""Up to so many runs are joined one by one; more of them pair by pair, all pairs at once."""
+"""Up to so many runs are joined one by one; more runs pair by pair, all pairs at once."""
 _GAP_NBYTES = 1 << 10
 """Runs with gaps of at most so many bytes are digested together, with zeros for the gaps: calls would cost more."""
 _PART_NBYTES = 1 << 20
@@ -106,7 +106,7 @@ def content_digest(share: int, shape: tuple[int, ...], itemsize: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _frame(nbytes: int) -> int:
-    """Return the part of the CRC of so many bytes that comes from its initial value and last inversion."""
+    """Return the contribution of the initial value and last inversion to the CRC of so many bytes."""
     return _shifted(_ONES, nbytes) ^ _ONES
 
 
@@ -119,8 +119,8 @@ class _ByteRuns:
         lattice: Per dim that numbers the runs: how many there are, and the bytes from one to the next.
         behind_last: Bytes of the tensor behind the last run.
         behind: Bytes of the tensor behind each run, in the order of the runs; empty if there are more than `_FEW_RUNS`.
-        filled: The region with its gaps, and the slices of the region in it, if small gaps make it fastest to fill them
-            with zeros. Zeros add nothing to the share.
+        filled: The region with its gaps, and the slices of the region in it, if the gaps are small enough to fill them
+            with zeros. Zeros do not change the share.
     """
 
     nbytes: int
@@ -131,7 +131,7 @@ class _ByteRuns:
 
     @property
     def copied_nbytes(self) -> int:
-        """Bytes that a run takes where the runs are copied."""
+        """Bytes that a run takes in a copy of the runs."""
         return self.lattice[-1][1] if self.filled is not None else max(8, self.nbytes)
 
     @classmethod

@@ -1,7 +1,7 @@
 """Chunk digests: XXH3 (64 bit) over a chunk's elements, bound to the tensor and to the chunk's position.
 
-The seed is derived from the tensor's name and the chunk's index, so two chunks that changed places do not verify.
-Elements are hashed in C order in the stored dtype, little endian, without the padding of edge chunks.
+The seed depends on the tensor's name and the chunk's index, so a check finds two chunks that changed places. Elements
+are hashed in C order in the stored dtype, little endian, without the padding of edge chunks.
 
 A chunk of several blocks (`Blocks`) is hashed block by block, without a seed, and its digest is the digest of its
 blocks' digests. So a reader that has the blocks' digests verifies single blocks.
@@ -152,7 +152,7 @@ def as_bytes(elements: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def buffer_of(elements: np.ndarray[Any, Any]) -> memoryview:
     """Return elements as a buffer, in C order (a copy only where they are not contiguous).
 
-    Types that numpy itself lacks, as bfloat16, have no buffer interface; there it is a buffer of their bytes.
+    Types that numpy lacks, such as bfloat16, have no buffer interface. For these it returns a buffer of their bytes.
     """
     has_buffer = elements.flags.c_contiguous and elements.dtype.isbuiltin == 1
     return elements.data if has_buffer else as_bytes(elements).data

@@ -2,8 +2,9 @@
 
 A dtype is represented by its name. torch (``torch.float8_e4m3fn``), ml_dtypes and the Zarr v3 data types that
 TensorStore implements spell it alike, so one string serves memory, manifest and ``zarr.json``. Two dtypes of torch
-have no name elsewhere: their elements are stored as unsigned integers of the same bits. To readers that know only the
-data types of Zarr's core specification, ``zarr.json`` can describe others so, too (`zarr_data_type`).
+have no name elsewhere: their elements are stored as unsigned integers of the same bits. For readers that know only the
+data types of Zarr's core specification, ``zarr.json`` can also describe other types as such integers
+(`zarr_data_type`).
 
 `numbers_of` returns elements as numbers that NumPy prints and calculates with.
 """
@@ -30,8 +31,8 @@ EXTENSIONS = ("bfloat16", *_FLOAT8, "float8_e8m0fnu")
 `dtckpt.interop.zarr_data_types` is imported."""
 
 UNCONVERTED = ("float8_e8m0fnu", *_BITS)
-"""Dtypes that can only be read as they were saved: numpy does not convert them, or not to all others. (The first, for
-the scales of microscaling formats, has powers of two, but no zero and no sign.)"""
+"""Dtypes without conversions: numpy does not convert them, or not to all others. (The first, for the scales of
+microscaling formats, has powers of two, but no zero and no sign.)"""
 
 DTYPES: dict[str, np.dtype[Any]] = {
     "bool": np.dtype(np.bool_),
@@ -93,7 +94,7 @@ def fill_value(data_type: str) -> Any:
 
 
 def is_lossless(source: str, target: str) -> bool:
-    """Whether every value of ``source`` is a value of ``target``; only then a conversion needs no consent."""
+    """Tell whether every value of ``source`` is a value of ``target``; only then a conversion needs no consent."""
     if source == target:
         return True
     if target == "bool" or not is_convertible(source, target):
@@ -126,7 +127,7 @@ def is_lossless(source: str, target: str) -> bool:
 
 
 SLICE_NUMEL = 1 << 13
-"""Numbers to work on at a time, so that they stay in the cache, and in memory that malloc keeps."""
+"""Numbers per step of work, so that they stay in the cache, and in memory that malloc keeps."""
 PACKED = "float4_e2m1fn_x2"
 """The dtype with two numbers in each element."""
 _FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -134,7 +135,7 @@ _FLOAT4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4
 
 
 def numbers_of(elements: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    """Return elements as numbers of a dtype that NumPy has; every value is kept.
+    """Return elements as numbers of a dtype that NumPy has, without loss.
 
     Args:
         elements: The elements, as they are stored.

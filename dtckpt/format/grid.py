@@ -82,7 +82,7 @@ class ChunkGrid:
         return Region.unchecked(offset, shape)
 
     def padded(self) -> ChunkGrid:
-        """Return the grid of the same chunks, in a tensor that ends where they end."""
+        """Return the grid of the same chunks, in a tensor that ends with the last chunk."""
         shape = tuple(count * size for count, size in zip(self.counts, self.chunk_shape, strict=True))
         return ChunkGrid(shape, self.chunk_shape)
 

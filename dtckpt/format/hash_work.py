@@ -1,10 +1,10 @@
 """`validate_hashes`: bound the time that a dict or a set of untrusted keys takes to fill; pure.
 
-Python hashes texts with a secret, but a number's hash is the number, modulo 2**61 - 1. Who chooses the numbers chooses
-the slots of the table, and can have each key pass by all keys before it: n keys then take n * n steps. Keys need not
-even have equal hashes; it is enough that their slots follow one another.
+Python hashes texts with a secret, but a number's hash is the number, modulo 2**61 - 1. So an attacker who chooses the
+numbers chooses the slots of the table, and can make each key pass all keys before it: n keys then take n * n steps. The
+hashes of the keys need not be equal; consecutive slots are enough.
 
-So the table is filled once on trial, as CPython does it but for all keys at a time, and the steps are counted.
+So this module fills the table once on trial, like CPython but for all keys at a time, and counts the steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtckpt.errors import CheckpointCorruptError
 MAX_STEPS = 128
 """Steps per key, on average. Most honest keys take two or three, multiples of a large power of two take some forty."""
 FEW = 256
-"""So many keys take no time, whatever they are."""
+"""So many keys take no time, with any values."""
 _LINEAR_PROBES = 9
 _PERTURB_SHIFT = 5
 

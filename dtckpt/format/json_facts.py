@@ -1,7 +1,7 @@
-"""Check types of facts in JSON that may be damaged or prepared; each function returns its type or raises ValueError.
+"""Check types of facts in JSON that may be damaged or forged; each function returns its type or raises ValueError.
 
-Unchecked, a wrong type fails far from the file, or does not fail. Python takes a text for a sequence, ``true`` for 1,
-and JSON has ``NaN`` and numbers of any length.
+Without a check, a wrong type causes an error far from the file, or none. Python accepts a text as a sequence and
+``true`` as 1, and JSON has ``NaN`` and numbers of any length.
 """
 
 from __future__ import annotations

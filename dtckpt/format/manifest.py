@@ -35,7 +35,7 @@ FORMAT_VERSION = 1
 MANIFEST_NAME = "dtckpt.manifest"
 MAX_MANIFEST_NBYTES = 512 << 20
 """Bytes of the manifest of half a petabyte in chunks of 16 MiB; a longer manifest is neither written nor read."""
-# Clients that restore tell each other this token, in a barrier's payload, which is bounded, too.
+# Clients of a restore compare this token, in a barrier's payload, which is bounded, too.
 MAX_ATTEMPT_CHARS = 1024
 BLOCKS_NAME = "dtckpt.blocks"
 """A file in each client's folder: the digests of blocks (8 bytes each, little endian), in the order of the manifest.
@@ -48,7 +48,7 @@ KVSTORES = ("ocdbt", "zarr")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArrayKind:
-    """The facts shared by all tensors that differ only in name, path and content.
+    """The facts that all tensors share if they differ only in name, path and content.
 
     Args:
         dtype: The tensor's element type.
@@ -77,7 +77,7 @@ class ArrayKind:
     has_readable_blocks: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # Computed here once for all tensors of the kind: every read of every chunk asks for them.
+        # Computed here once for all tensors of the kind: every read of every chunk needs them.
         itemsize = validate_dtype(self.stored_dtype).itemsize
         object.__setattr__(self, "itemsize", itemsize)
         object.__setattr__(self, "blocks", Blocks.of(self.grid, itemsize))
@@ -91,7 +91,7 @@ class ArrayEntry:
     Args:
         name: Tensor name.
         path: Array path below the root of the key-value store.
-        kind: The facts that it shares with other tensors; the entry has each of them as a property, too.
+        kind: The facts that the tensor shares with others; the entry also has each fact as a property.
         digests: Per chunk, row-major; see `dtckpt.format.digest`. Shape ``(num_chunks,)``.
         content: Content digest; None if there is none. See `dtckpt.format.content`.
         identities: Per chunk, row-major; None in checkpoints of earlier versions. See `dtckpt.format.digest`.
@@ -264,7 +264,7 @@ class Manifest:
             format_version=self.format_version, digest=bytes_digest(payload), manifest=payload
         )
         data = envelope.SerializeToString(deterministic=True)
-        # Refused at the save, before the commit: no reader would open it.
+        # Refuse it at the save, before the commit: no reader would open it.
         if len(data) > MAX_MANIFEST_NBYTES:
             raise ConfigError(
                 f"the manifest would have {len(data)} bytes, expected at most {MAX_MANIFEST_NBYTES}; save fewer "
@@ -282,13 +282,13 @@ class Manifest:
 
         Raises:
             CheckpointVersionError: A newer version of dtckpt wrote it.
-            CheckpointCorruptError: The bytes are not the bytes that were written, or contradict themselves.
+            CheckpointCorruptError: The bytes differ from the written bytes, or contradict themselves.
         """
         try:
             envelope = checkpoint_pb2.ManifestFile.FromString(data)
         except DecodeError as error:
             raise CheckpointCorruptError(f"manifest {origin} cannot be read: {error}; restore another step") from error
-        # Before anything else is looked at: a newer version may define all of it anew.
+        # Before all other checks: a newer version may define all other fields anew.
         if envelope.format_version > FORMAT_VERSION:
             raise CheckpointVersionError(
                 f"manifest {origin} is of a newer format; got version {envelope.format_version}, expected at most "
@@ -324,7 +324,7 @@ class Manifest:
             if len(message.attempt) > MAX_ATTEMPT_CHARS:
                 raise ValueError(f"the token of its attempt has {len(message.attempt)} characters")
             costs = costs_from_proto(message.clients, message.phases)
-        # Also the errors of layouts, grids and dtypes that the values above do not fit.
+        # Also errors of layouts, grids and dtypes, if the values above do not fit.
         except (DecodeError, DtckptError, IndexError, OverflowError, ValueError) as error:
             raise CheckpointCorruptError(f"manifest {origin} contradicts itself: {error}") from error
         return cls(
@@ -347,7 +347,7 @@ class Manifest:
 
 
 def phases_to_proto(costs: Costs) -> list[checkpoint_pb2.PhaseCosts]:
-    """Return the costs as messages, one per phase, in the order in which the clients, ascending, first have them."""
+    """Return the costs as messages, one per phase, in the order of first occurrence over the ascending clients."""
     none = PhaseCost()
     rows = [phases for _, phases in sorted(costs.items())]
     names = dict.fromkeys(name for phases in rows for name in phases)
@@ -371,7 +371,8 @@ def costs_from_proto(clients: Sequence[int], phases: Iterable[checkpoint_pb2.Pha
         phases: The messages.
 
     Raises:
-        ValueError: The lists of a message are not as long as ``clients``, or the clients are chosen to take long.
+        ValueError: The lists of a message differ in length from ``clients``, or the clients' numbers would take too
+            long.
     """
     validate_hashes(clients)
     costs: dict[int, dict[str, PhaseCost]] = {client: {} for client in clients}
@@ -400,8 +401,8 @@ def _kind_proto(kind: ArrayKind, meshes: dict[Mesh, int]) -> checkpoint_pb2.Tens
         dtype=kind.dtype,
         stored_dtype="" if kind.stored_dtype == kind.dtype else kind.stored_dtype,
         chunk_shape=kind.grid.chunk_shape,
-        # Neighbouring chunks are often of one shard, and so of one writer: a run takes the place of thousands of
-        # numbers. A missing chunk has writer 0 there, as the field has no sign; ``missing`` tells it apart.
+        # Neighbouring chunks often belong to one shard and one writer: a run replaces thousands of numbers. A missing
+        # chunk has writer 0 there, because the field has no sign; ``missing`` marks such chunks.
         writers=[
             checkpoint_pb2.WriterRun(client=client, count=len(list(run)))
             for client, run in groupby(max(0, writer) for writer in kind.writers.tolist())
@@ -449,7 +450,7 @@ def _entry(
         raise ValueError(f"array {path!r} does not belong to tensor {name!r}")
     content = message.content if message.HasField("content") else None
     runs = [(run.origin, run.count) for run in message.origins]
-    # The other fields are equal for all tensors of a kind, byte by byte, and so are parsed once.
+    # The other fields are equal for all tensors of a kind, byte by byte, so one parse is enough.
     for field_name in ("name", "path", "digests", "content", "identities", "origins"):
         message.ClearField(field_name)
     key = message.SerializeToString()

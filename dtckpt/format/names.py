@@ -1,8 +1,8 @@
 """Tensor names: which are valid, and the path on storage of each tensor's array.
 
 A name is a sequence of segments joined by ``/``. Each segment is percent-encoded on storage, so that it can neither
-lead out of the checkpoint nor collide with a file of the format. Names that could only serve an attack are refused.
-Listings sort names in natural order (`natural_key`).
+lead out of the checkpoint nor collide with a file of the format. `validate_name` refuses names that could only serve an
+attack. Listings sort names in natural order (`natural_key`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_SEGMENT_BYTES = 255
 """Longest encoded segment: the limit of one file name on every common file system."""
 
 _OWN = r"dtckpt\.manifest|manifest\.ocdbt|d|client_\d+|zarr\.json|edges|\.metadata"
-"""Segments that the format uses itself, as it does all those that begin with two underscores."""
+"""Segments that the format uses itself, beside all segments that begin with two underscores."""
 _RESERVED = re.compile(f"{_OWN}|__.*", re.DOTALL)
 _SAFE = "!$'()+,;=@[]{}^&~ #"
 _PLAIN = re.compile(f"[A-Za-z0-9_.~{re.escape(_SAFE)}-]*")
@@ -30,7 +30,7 @@ _LOCK_SUFFIX = ".__lock"
 _SPECIAL = rf"__|(?:{_OWN}|\.\.?|[^/]*{re.escape(_LOCK_SUFFIX)})(?:/|\Z)"
 _COMMON_SEGMENT = rf"(?!{_SPECIAL})[A-Za-z0-9_.-]{{1,{MAX_SEGMENT_BYTES}}}"
 _COMMON = re.compile(f"{_COMMON_SEGMENT}(?:/{_COMMON_SEGMENT})*")
-"""Matches only names that are valid and stored unchanged: most of them, not all. A match spares the full check."""
+"""Matches most names that are valid and stored unchanged, and no others. A match spares the full check."""
 _SEGMENTS_OF_KEYS = {"": "%", ".": "%2E", "..": "%2E%2E"}
 DCP_METADATA_NAME = ".metadata"
 """The file by which PyTorch finds a distributed checkpoint. The plug-in for PyTorch also writes this file beside
@@ -80,8 +80,8 @@ def validate_name(name: str) -> None:
 def name_of_key(key: str) -> str:
     """Return the form of a state tree's key in the names of tensors: mostly the key itself.
 
-    A key may be any text, as the path of a file. Of its segments those that no name can have are replaced: an empty one
-    by ``%``, and the dots of ``.`` and ``..`` by ``%2E``.
+    A key may be any text, such as the path of a file. Two kinds of segments, which no name can have, are replaced: an
+    empty segment by ``%``, and the dots of ``.`` and ``..`` by ``%2E``.
     """
     if _is_common(key):
         return key
@@ -89,12 +89,12 @@ def name_of_key(key: str) -> str:
 
 
 def is_own_segment(segment: str) -> bool:
-    """Whether the format uses a segment itself, for other things than tensors."""
+    """Tell whether the format uses a segment itself, not for a tensor."""
     return _RESERVED.fullmatch(segment) is not None
 
 
 def encode_segment(segment: str) -> str:
-    """Percent-encode one segment; of a segment that the format uses itself, the first character is encoded, too."""
+    """Percent-encode one segment, with the first character if the format uses the segment itself."""
     encoded = segment if _PLAIN.fullmatch(segment) else quote(segment, safe=_SAFE)
     if is_own_segment(segment):
         encoded = f"%{ord(segment[0]):02X}{quote(segment[1:], safe=_SAFE)}"
@@ -104,8 +104,8 @@ def encode_segment(segment: str) -> str:
 def array_paths(names: Iterable[str]) -> dict[str, str]:
     """Return, by tensor name, the path of the tensor's array below the root of the key-value store.
 
-    Zarr forbids arrays inside arrays. So where a name is also a prefix of others, as ``w`` beside ``w/m``, its array is
-    stored one level further down, at ``w/%self``.
+    Zarr forbids arrays inside arrays. So if a name is also a prefix of others, as ``w`` beside ``w/m``, its array is
+    one level further down, at ``w/%self``.
 
     Raises:
         TensorNameError: A name cannot be stored, or occurs twice.
@@ -134,7 +134,7 @@ def _parents(name: str) -> Iterable[str]:
 
 
 def is_path_of(path: str, name: str) -> bool:
-    """Whether the array of a tensor may have this path; another path in a manifest could lead out of the checkpoint.
+    """Tell whether a tensor's array may have this path; another path in a manifest could lead out of the checkpoint.
 
     Raises:
         TensorNameError: The name cannot be stored.

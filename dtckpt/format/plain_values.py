@@ -10,9 +10,8 @@ numpy's scalars, ``{"PosixPath": text}`` and so on for the classes of paths, ``{
 ``{"enum": [class, member]}``, and ``{"set": [node, …]}`` and
 ``{"frozenset": [node, …]}``, in the order of the nodes' JSON, so that all clients have the same JSON to compare.
 
-A checkpoint runs no code, so it cannot hold an enum's class, only the names of class and member. A restore looks the
-member up by name, in the class of the member that the target holds. Without a target the restore returns an
-`EnumMember`, which has the two names.
+A checkpoint runs no code, so it holds only the names of an enum's class and member. A restore looks up the member by
+name, in the class of the target's member. Without a target the restore returns an `EnumMember` with the two names.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ def encode_member(member: enum.Enum, where: str) -> list[str]:
     """Return the names of a member's class and of the member.
 
     Raises:
-        TreeError: The name does not lead back to the member: it is of flags that have no names.
+        TreeError: The member cannot be found by its name, because it has flags without names.
     """
     # The flag without any bit has no name.
     name = member.name or ""
@@ -107,7 +106,7 @@ SCALARS = (
     "path, a date, a time span or a BytesIO"
 )
 MAX_INT_BITS = 8192
-"""Largest int; longer decimal numbers are refused by Python's own parser."""
+"""Largest int; Python's own parser refuses longer decimal numbers."""
 
 NUMPY_TYPES = {
     name: np.dtype(name).type
@@ -137,14 +136,14 @@ def encode_value(value: Any, where: str) -> Node:
         where: Its path in the tree, for messages.
 
     Raises:
-        TreeError: The value is an integer of too many digits, or a set that holds other than plain values. Or it is a
-            date with a time zone that has rules or a name, or a member of an enum that its name does not give back.
+        TreeError: The value is an integer of too many digits, or a set with other than plain values. Or it is a date
+            whose time zone has rules or a name, or a member of an enum that cannot be found by its name.
     """
     return (_encoder_of(type(value)) or _encode_enum)(value, where)
 
 
 def encode_hashable(value: Any, where: str) -> Node:
-    """Return the node of a key, or of an element of a set: a plain value but sets and enums, or a tuple of such.
+    """Return the node of a key, or of an element of a set: a plain value except sets and enums, or tuples of these.
 
     Args:
         value: The key or element.
@@ -155,8 +154,8 @@ def encode_hashable(value: Any, where: str) -> Node:
     """
     if type(value) is tuple:
         return {"tuple": [encode_hashable(item, where) for item in value]}
-    # Nor enums: without the class of a member, a stand-in would be the key, and the member would not find it.
-    # A stream has no value to be found under: two of the same bytes are not equal.
+    # No enums: without the class of a member, the key would be a stand-in, and a lookup of the member would fail.
+    # No streams: two streams of the same bytes are not equal, so a lookup would fail.
     if _encoder_of(type(value)) is None or type(value) in (frozenset, EnumMember, io.BytesIO):
         cure = "pass its name" if isinstance(value, enum.Enum) else f"expected {SCALARS}, or a tuple of those"
         raise TreeError(f"cannot save {type(value).__name__} as a key or in a set at {where!r}; {cure}")
@@ -225,7 +224,7 @@ _ENCODERS: dict[type, Callable[[Any, str], Node]] = {
     set: _encode_set,
     frozenset: _encode_set,
 }
-# By name: PyTorch takes seconds to import, and a process that has not done so has no such values.
+# By name: PyTorch takes seconds to import, and a process without PyTorch has no such values.
 _TORCH_ENCODERS: dict[str, Callable[[Any, str], Node]] = {
     "Size": lambda value, _: {"torch.Size": list(value)},
     "dtype": lambda value, _: {"torch.dtype": str(value).removeprefix("torch.")},
@@ -259,7 +258,7 @@ def decode_value(kind: str, content: Any) -> Any:
 
 
 def peek_value(kind: str, content: Any) -> Any:
-    """Return a plain value as `decode_value` does; without PyTorch loaded, a stand-in for a value of PyTorch.
+    """Return a plain value like `decode_value`, but a stand-in for a value of PyTorch if PyTorch is not loaded.
 
     So a process that only looks at a checkpoint need not load PyTorch. Raises: as `decode_value`.
     """
@@ -320,7 +319,7 @@ def _decode_timedelta(content: Any) -> datetime.timedelta:
 
 
 def _decode_size(content: Any) -> Any:
-    import torch  # here, because it takes seconds, and most checkpoints have no value of its
+    import torch  # here, because it takes seconds, and most checkpoints have no such value
 
     return torch.Size(content)
 
@@ -377,12 +376,12 @@ _TORCH_STAND_INS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def refusal(value: Any, where: str, verb: str = "save") -> TreeError:
-    """Return the error for an object that a tree cannot hold, with advice for the common ones.
+    """Return the error for an object that a tree cannot hold, with advice for common objects.
 
     Args:
         value: The object.
         where: Its path in the tree.
-        verb: The action that is refused, for the message.
+        verb: The refused action, for the message.
     """
     plain = next((base for base in (str, bytes, bool, int, float, complex) if isinstance(value, base)), None)
     container = next((base for base in (dict, list, tuple, set, frozenset) if isinstance(value, base)), None)

@@ -49,10 +49,10 @@ _BASE_NAMES = tuple(base.__name__ for base in _BASES)
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """State of an object that is asked for when the tensors of other objects have their names.
+    """A state that `flatten` asks for after it has named the tensors of other objects.
 
     Args:
-        rank: Of several such objects those with a lower rank come first.
+        rank: Objects of a lower rank come first.
         state: Returns the state, given the tensors and arrays of the tree so far, by name.
     """
 
@@ -88,8 +88,8 @@ def flatten(
     return flattening.leaves, node
 
 
-# A class, not a function inside `flatten`: such a function refers to itself, and that cycle would keep all tensors
-# alive until the garbage collector finds it.
+# A class, not a function inside `flatten`: such a function refers to itself, and this cycle would keep all tensors
+# alive until the garbage collector frees it.
 @dataclass(slots=True)
 class _Flattening:
     is_leaf: Callable[[Any], bool]
@@ -117,8 +117,7 @@ class _Flattening:
             return encode_value(value, where)
         if type(value) is np.ndarray:
             return {"ndarray": self._name(value, where)}
-        # One level deeper: an object whose state is another such object, and so on without end, is refused at
-        # `MAX_DEPTH`.
+        # One level deeper: so `MAX_DEPTH` ends an endless chain of objects whose states are further objects.
         if (state := self.state_of(value, where)) is not value:
             if not isinstance(state, Late):
                 return self.visit(state, prefix, depth + 1)
@@ -144,7 +143,7 @@ class _Flattening:
         """Note a tensor or an array; return its name."""
         # A tree that is one tensor has an empty path; arrays need a name.
         name = where or "value"
-        # As {"a": {"b": t}, "a/b": t} would give.
+        # As in {"a": {"b": t}, "a/b": t}.
         if name in self.leaves:
             raise TreeError(f"two tensors of the state tree would both be named {name!r}; rename a key")
         self.leaves[name] = leaf
@@ -200,10 +199,10 @@ def load(data: bytes) -> Node:
     """
     try:
         node: Node = json.loads(data)
-        # Built once, with names in place of tensors: so all that is malformed is found when the checkpoint is opened,
-        # and not in the middle of a restore.
+        # Build it once, with names in place of tensors: so a malformed tree fails when the checkpoint is opened, and
+        # not in the middle of a restore.
         build(node, lambda name: name, decode=peek_value)
-    # Looked up in closed tables: a name that they lack is one that a newer version has.
+    # Looked up in closed tables: a name that they lack comes from a newer version.
     except KeyError as error:
         raise CheckpointVersionError(
             f"the manifest's state tree holds {error}, which this version does not know; upgrade dtckpt"
@@ -243,7 +242,7 @@ def build(
     if kind == "type":
         name, argument, items = content
         container = CONTAINERS[name]
-        # Nor may a type be directly inside a type: such a chain would not count as levels.
+        # A type must not be directly inside a type, either: such a chain would not count as levels.
         if _only(items)[0] != container.base.__name__:
             raise CheckpointCorruptError(f"the manifest's state tree holds a malformed {name}")
         if container.has_tree_argument:
@@ -291,8 +290,7 @@ def dict_of(node: Node) -> Node | None:
 def rename(node: Node, names: Mapping[str, str]) -> Node:
     """Return a structure whose tensors and values are at other paths.
 
-    A container of which everything moves to one new place keeps its kind there. A list or tuple that does not keep all
-    of its items becomes a dict.
+    A container keeps its kind if all its items move to one new place. A list or tuple that loses items becomes a dict.
 
     Args:
         node: The structure.
@@ -303,7 +301,7 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
     """
     leaves: list[tuple[tuple[str, ...], Node]] = []
     before: dict[tuple[str, ...], tuple[Node, dict[str, Any]]] = {}
-    # By the path of a container, the new paths that it has by each of its leaves.
+    # By path of a container, its new paths as each of its leaves has them.
     places: dict[tuple[str, ...], set[tuple[str, ...] | None]] = {}
 
     def collect(node: Node, path: tuple[str, ...]) -> None:
@@ -326,7 +324,7 @@ def rename(node: Node, names: Mapping[str, str]) -> Node:
             if len(items) > 1:
                 raise TensorNameError(f"names lead through {'/'.join(path)!r}, which is a tensor or a value itself")
             return items[0][1]
-        # Grouped by the first key, in the order of the walk, so that a tree that is renamed in part keeps its order:
+        # Grouped by the first key, in the order of the walk, so that a partly renamed tree keeps its order:
         #     a/x -> b/x       {"a": {"x", "y"}}   becomes   {"b": {"x"}, "a": {"y"}}
         below: dict[str, list[tuple[tuple[str, ...], Node]]] = {}
         for (first, *rest), leaf in items:
@@ -402,7 +400,7 @@ def _with_items(container: Node, keys: Mapping[str, Any], children: Mapping[str,
         name, argument, items = content
         renewed = _with_items(items, keys, children)
         return {kind: [name, argument, renewed]} if renewed.keys() == items.keys() else renewed
-    # Only if the items are the same positions, none missing and none new: otherwise they would move up.
+    # Only with the same positions, none missing and none new: otherwise items would move up.
     if kind != "dict" and list(keys) == list(children):
         return {kind: list(children.values())}
     same = keys if kind == "dict" else {}
@@ -422,7 +420,7 @@ def tensor_names(node: Node) -> list[str]:
 
 
 def array_names(node: Node) -> list[str]:
-    """Return the names of those below a node that were arrays of numpy."""
+    """Return the names of the numpy arrays below a node."""
     leaves: list[Node] = []
     _collect_leaves(node, leaves)
     return [leaf["ndarray"] for leaf in leaves if "ndarray" in leaf]

@@ -1,9 +1,9 @@
 """The union of the structures of several clients' state trees (`dtckpt.format.tree`).
 
-Dicts are united by key, the first client's keys first, and so are the other containers that hold a dict. Everything
-else must be equal wherever several clients have it: plain values, and the kinds and lengths of containers.
+The union joins dicts, and other containers that hold a dict, by key, with the first client's keys first. All other
+facts must be equal if several clients have them: plain values, and the kinds and lengths of containers.
 
-The states of optimizers whose parameters have names are united, too, for example over the stages of a pipeline::
+The union also joins states of optimizers whose parameters have names, for example over the stages of a pipeline::
 
     client 0    {"state": {"a": …}, "param_groups": [{"lr": 1, "params": ["a"]}]}
     client 1    {"state": {"b": …}, "param_groups": [{"lr": 1, "params": ["b"]}, {"lr": 2, "params": ["c"]}]}
@@ -22,7 +22,7 @@ from dtckpt.format import tree as trees
 from dtckpt.format.tree import Node
 
 _SHOWN_CHARS = 80
-"""Bound on how much of a value an error shows."""
+"""Most characters of a value that an error shows."""
 
 
 def value_paths(node: Node) -> Iterator[str]:
@@ -37,7 +37,7 @@ def unite(nodes: Mapping[int, Node]) -> Node:
         nodes: The structures, by client; the lowest client's comes first.
 
     Raises:
-        SaveDisagreementError: Clients have different things at one path.
+        SaveDisagreementError: Clients have different values or structures at one path.
     """
     return _unite(list(nodes.items()), ())
 
@@ -73,7 +73,7 @@ _GROUPS = trees.dump("param_groups")  # type: ignore[arg-type]  # a key, in JSON
 
 
 def _has_named_parameters(node: Node) -> bool:
-    """Whether a node is the state of an optimizer, and all its parameters have names."""
+    """Tell whether a node is the state of an optimizer whose parameters all have names."""
     items = _items(node)
     if not {"state", "param_groups"} <= items.keys() or "list" not in items["param_groups"]:
         return False
@@ -90,9 +90,9 @@ def _items(node: Node) -> dict[str, Node]:
 
 
 def _unite_groups(nodes: Sequence[Node]) -> Node:
-    """Return the union of the groups of optimizers: groups with equal options are one, by their order if several are.
+    """Return the union of the groups of optimizers; join groups with equal options, in their order.
 
-    A restore finds the options of a parameter by its name, so it makes no difference which groups become one.
+    A restore finds the options of a parameter by its name, so the choice of joined groups makes no difference.
     """
     united: list[tuple[bytes, list[Any], dict[str, Any]]] = []
     for node in nodes:
@@ -123,7 +123,7 @@ def _group(options: Sequence[Any], members: Mapping[str, Any]) -> Node:
 
 
 def _common_facts(node: Node) -> Any:
-    """Return the facts of a node that must be equal on all clients that have a node in its place."""
+    """Return the facts of a node that must be equal on all clients with a node at this path."""
     ((kind, content),) = node.items()
     if kind == "dict":
         return kind
@@ -145,7 +145,7 @@ def _disagreement(
 
 
 def _shown(node: Node) -> str:
-    """Return a node as text for an error: a value, or the kind of a container and how many items it has."""
+    """Return a node as text for an error: a value, or the kind of a container and its number of items."""
     ((kind, content),) = node.items()
     if kind == "type":
         return f"{content[0]} of {_shown(content[2])}"

@@ -96,9 +96,9 @@ def array_metadata(grid: ChunkGrid, stored_dtype: str, codec: str, *, raw_bits: 
 def dimension_names(path: str, ndim: int) -> list[str]:
     """Return names for the dims of an array, which xarray needs: ``a/b`` has ``a:b:0``, ``a:b:1``.
 
-    xarray takes dims of one name for one dim: within a group, and from a group to those below it, they must have one
-    size. And a dim with the name of a variable is that variable. No path of an array has a colon (a tensor's name has
-    it encoded), so no other dim of the checkpoint, and no array, has one of these names.
+    To xarray, dims of one name are one dim: they must have one size within a group, and from a group to the groups
+    below. A dim with the name of a variable is that variable. Paths of arrays have no colon, because names of tensors
+    are encoded. So no other dim and no array of the checkpoint has one of these names.
     """
     stem = path.replace("/", ":")
     return [f"{stem}:{dim}" for dim in range(ndim)]
@@ -133,7 +133,7 @@ def _document_around(
     """
     metadata = array_metadata(grid, stored_dtype, codec, raw_bits=raw_bits)
     facts: dict[str, Any] = {"name": _NAME, "dtype": dtype}
-    # The elements are the bits of a type that the data type does not tell.
+    # The elements are the bits of a type that the data type does not name.
     if metadata["data_type"] != stored_dtype:
         facts["stored_dtype"] = stored_dtype
     if layout is not None:
@@ -227,7 +227,7 @@ class ZarrHierarchy:
         path = key.rpartition("/")[0]
         if key == document_key(path):
             if (array := self._arrays.get(path)) is not None:
-                # Elements are delivered decoded, whatever compresses them on storage.
+                # Readers get decoded elements, with any compression on storage.
                 return array_document(array, raw_bits=self._raw_bits, codec=NO_CODEC)
             return GROUP_DOCUMENT if path in self._names_of_groups else None
         match = _CHUNK_KEY.fullmatch(key)
@@ -244,7 +244,7 @@ class ZarrHierarchy:
         paths = map(document_key, self._names_of_groups)
         yield from (key for key in paths if key.startswith(prefix))
         for path, array in self._arrays.items():
-            # Most arrays are ruled out here, without a look at their chunks.
+            # This check rules out most arrays without a look at their chunks.
             if path.startswith(prefix) or prefix.startswith(f"{path}/"):
                 yield from (key for key in _array_keys(array) if key.startswith(prefix))
 

@@ -35,9 +35,9 @@ def num_clients() -> int:
 def jobs() -> list[str]:
     """Return one entry per client, in the order of their ids.
 
-    The entries are the addresses in ``DTENSOR_JOBS``. Other variables tell the number of clients but no addresses; then
-    the entries are full job names, and the list of a single client is empty. `dtckpt.job_status` tells which clients
-    are there, and in which state.
+    The entries are the addresses in ``DTENSOR_JOBS``. Other variables have the number of clients but no addresses. Then
+    the entries are full job names, and the list of a single client is empty. `dtckpt.job_status` returns all clients
+    with their states.
     """
     return Config.from_environ().jobs
 
@@ -119,7 +119,7 @@ def num_local_devices(device_type: str) -> int:
 
 
 def num_global_devices(device_type: str) -> int:
-    """Return the number of all clients' devices of a kind; every client is taken to have as many as this one."""
+    """Return the number of all clients' devices of a kind, assuming as many on every client as on this one."""
     return num_local_devices(device_type) * num_clients()
 
 

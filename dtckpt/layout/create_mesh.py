@@ -97,8 +97,8 @@ def abstract_mesh(axes: Mapping[str, int], name: str = "", *, devices_per_client
     Args:
         axes: Axes and sizes, major first.
         name: Name of the mesh.
-        devices_per_client: How many consecutive devices a client owns; default: one client owns all. The mesh is that
-            which client 0 sees.
+        devices_per_client: How many consecutive devices a client owns; default: one client owns all. The mesh is seen
+            from client 0.
 
     Raises:
         MeshError: The devices cannot be divided evenly among clients.

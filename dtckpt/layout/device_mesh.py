@@ -45,7 +45,7 @@ def init_device_mesh(
 ) -> Mesh:
     """Return the mesh of the ranks from 0, in row-major order.
 
-    Collective: Over all clients if there is no default process group yet: it is made. Otherwise nothing is sent.
+    Collective: Over all clients if there is no default process group yet: the call makes the group. Otherwise local.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
@@ -67,7 +67,7 @@ def init_device_mesh(
 
 
 class _DeviceMeshType(type):
-    """Metaclass with which calling `DeviceMesh` makes a `Mesh`, and every `Mesh` is an instance of `DeviceMesh`."""
+    """Metaclass of `DeviceMesh`: a call of the class makes a `Mesh`, and every `Mesh` is an instance of the class."""
 
     def __call__(
         cls,
@@ -154,7 +154,7 @@ def validate_groups(mesh: Mesh, groups: Sequence[dist.ProcessGroup]) -> None:
 def mesh_of_ranks(device_type: str, ranks: npt.NDArray[np.integer[Any]], names: Sequence[str]) -> Mesh:
     """Return the mesh with one device of each rank, as this client sees it; equal on every client.
 
-    Device ids count the ranks in row-major order; a device's name tells which client owns it.
+    Device ids count the ranks in row-major order. A device's name contains its client.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
@@ -290,16 +290,16 @@ def _has_chosen_gpu() -> bool:
 # --- conversion from and to PyTorch's class --------------------------------------------------------------------------
 
 _converted: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Mesh]] = WeakKeyDictionary()
-"""By PyTorch mesh: the other inputs of the result of `mesh_of`, and the result."""
+"""By PyTorch mesh, the other inputs of `mesh_of` and its result."""
 _adopted: tuple[Any, dict[Mesh, Any]] = None, {}
-"""The default process group; and by mesh, the PyTorch mesh whose groups it has, the first that there was."""
+"""The default process group; and by mesh, the first PyTorch mesh whose groups the mesh has."""
 
 
 def mesh_of(device_mesh: Any) -> Mesh:
     """Return the `Mesh` of a PyTorch ``DeviceMesh``, whose ranks become clients with one device each.
 
-    Device ids count the devices in row-major order; a device's name tells which client owns it. Axes without names are
-    called ``dim_0``, ``dim_1`` and so on. A slice of a mesh knows its root (`Mesh.root_offsets`).
+    Device ids count the devices in row-major order. A device's name contains its client. Axes without names are called
+    ``dim_0``, ``dim_1`` and so on. A slice of a mesh knows its root (`Mesh.root_offsets`).
 
     Raises:
         MeshError: The value is no ``DeviceMesh``, or its device type is neither ``cpu`` nor ``cuda``.
@@ -349,8 +349,8 @@ def adopt(device_mesh: Any) -> Mesh:
 def _adopted_meshes() -> dict[Mesh, Any]:
     """Return the adopted meshes of the present default group, and drop the meshes of an earlier group.
 
-    A PyTorch mesh refers to its groups. In a dictionary with groups as weak keys it would keep its own key alive, and
-    each group has threads.
+    A PyTorch mesh refers to its groups. As a value in a dictionary with groups as weak keys, the mesh would keep its
+    own key alive, and with it the threads of the group.
     """
     global _adopted  # noqa: PLW0603  (as the default group is)
     if _adopted[0] is not dist.group.WORLD:
@@ -366,8 +366,8 @@ def _require_device_mesh(value: object) -> None:
 def device_mesh_of(mesh: Mesh) -> Any:
     """Return the PyTorch ``DeviceMesh`` of a mesh, with the same process groups; every client owns one device.
 
-    If `adopt` converted the mesh, the result is the ``DeviceMesh`` that it was; else a new one, which is kept for the
-    next call.
+    If `adopt` made this mesh from a ``DeviceMesh``, the result is that ``DeviceMesh``. Otherwise it is a new
+    ``DeviceMesh``, which is kept for the next call.
 
     Collective: As `Mesh.get_all_groups`. A client without a device in the mesh does not communicate, and gets a mesh
     without groups.

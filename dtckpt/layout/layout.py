@@ -121,7 +121,7 @@ class Layout:
 
     @classmethod
     def from_str(cls, layout_str: bytes) -> Layout:
-        """Read the bytes that `serialized_string` writes; bytes without a type are read as a STATIC layout."""
+        """Read the bytes that `serialized_string` writes; bytes without a type are a STATIC layout."""
         return cls.from_record(text_format.layout_from_bytes(layout_str))
 
     @classmethod
@@ -196,7 +196,7 @@ class Layout:
                         f"placements: got {placement!r} on axis {axis!r}, expected a split factor among {before} "
                         f"(products of sizes of the axes {axes} that split the dim)"
                     )
-                # The factor is the number of pieces that axes to the right make first, so it tells which they are.
+                # The factor is the number of pieces that axes to the right make first, so it identifies these axes.
                 axes.insert(before.index(factor), axis)
             elif not isinstance(placement, Replicate):
                 raise LayoutTypeError(f"placements: got {placement!r} on axis {axis!r}, expected a Placement")
@@ -321,7 +321,7 @@ class Layout:
         order = {axis: position for position, axis in enumerate(self._mesh.mesh_dim_names)}
         for dim, axes in enumerate(self.split_axes):
             for position, axis in enumerate(axes):
-                # Axes to the right in the mesh that split the dim before this one: PyTorch splits left to right.
+                # Axes to the right in the mesh that split the dim before this axis does: PyTorch splits left to right.
                 before = (self._mesh.dim_size(a) for a in axes[:position] if order[a] > order[axis])
                 factor = math.prod(before)
                 by_axis[axis] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
@@ -434,7 +434,7 @@ class Layout:
             stop: First element after the last.
         """
         splits = self._splits[dim]
-        # An empty range overlaps nothing, though it has a position: `_chunk_at` must not be asked for it.
+        # An empty range overlaps nothing, though it has a position: do not pass it to `_chunk_at`.
         if start >= stop:
             return range(0)
         return range(_chunk_at(size, splits, start), _chunk_at(size, splits, stop - 1) + 1)

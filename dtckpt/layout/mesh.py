@@ -53,8 +53,8 @@ class Mesh:
         local_device_ids: Ids of this client's devices.
         local_devices: Complete names of this client's devices, in the order of ``local_device_ids``.
         mesh_name: Name of the mesh.
-        global_devices: Complete names of all devices, row-major. Without them, every client is taken to own an equal
-            run of consecutive ids, and to name its devices as this client does, with its own task number.
+        global_devices: Complete names of all devices, row-major. Without them, every client counts as the owner of an
+            equal run of consecutive ids, with names like this client's, but the owner's task number.
         use_xla_spmd: A mark for TPU meshes.
 
     Raises:
@@ -188,7 +188,7 @@ class Mesh:
 
     @cached_property
     def identity(self) -> tuple[object, ...]:
-        """The fields that are alike on all clients: name, axes, ids, names of all devices, marks."""
+        """The fields that are equal on all clients: name, axes, ids, names of all devices, marks."""
         record, ids = self._record, self._record.global_device_ids
         ids = ids[:1] if self.offsets.are_consecutive else ids  # the first id and the axes tell them all
         names = self.device_names if record.local_devices or record.global_devices else ()
@@ -197,7 +197,7 @@ class Mesh:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Mesh):
             return NotImplemented
-        # Hashes are kept, so most meshes that differ are told apart without comparing the names of all devices.
+        # Meshes keep their hashes. So most comparisons of different meshes end before the names of all devices.
         return self is other or (hash(self) == hash(other) and self.identity == other.identity)
 
     def __hash__(self) -> int:
@@ -431,7 +431,7 @@ class Mesh:
             name: Name of the one axis; default: the names of the axes, joined by ``_``.
 
         Raises:
-            MeshError: The name stands for other axes already, or as for slices.
+            MeshError: The name stands for other axes already. Also as for slices.
         """
         return submesh.flatten_mesh(self, axes, name)
 
@@ -473,14 +473,14 @@ class Mesh:
 
     @cached_property
     def backends(self) -> dict[str, tuple[str | None, Any]]:
-        """By axis, backend and options that were chosen for its process group. A mesh and its slices share the dict."""
+        """By axis, the chosen backend and options of its process group. A mesh and its slices share the dict."""
         return {}
 
     # --- process groups -----------------------------------------------------------------------------------------------
 
     def get_rank(self) -> int:
         """Return this client's id, its rank in the default process group. The client need not own a device here."""
-        # A name tells its client, also in a process that has no process group.
+        # A device's name contains its client, also in a process without a process group.
         if self._record.local_devices:
             return task_of(self._record.local_devices[0])
         from dtckpt.comm import process_groups  # here, because it imports torch, which meshes do without
@@ -521,7 +521,7 @@ class Mesh:
         return [self.get_group(axis) for axis in range(self.ndim)]
 
     def clients_along(self, axis: int | str | None) -> tuple[int, ...]:
-        """Return the clients along an axis: the owners of this client's devices and of those that differ only there."""
+        """Return the owners of this client's devices, and of the devices that differ from them only along an axis."""
         if axis is None and self.ndim != 1:
             raise MeshError(f"{self.label}: got no axis, expected one of {self.dim_names}")
         if isinstance(axis, str) and axis not in self.mesh_dim_names:
@@ -541,7 +541,7 @@ class Mesh:
     @cached_property
     def clients(self) -> tuple[int, ...]:
         """Ids of the clients that own devices, ascending."""
-        # `np.unique` imports `numpy.ma`, which takes longer than all else about a mesh.
+        # `np.unique` imports `numpy.ma`, which takes longer than all other work on a mesh.
         return tuple(sorted(set(self.owners.ravel().tolist())))
 
     @property

@@ -159,8 +159,8 @@ def _validate_devices(record: text_format.MeshRecord) -> None:
 def names_of_all(record: text_format.MeshRecord, label: str) -> tuple[str, ...]:
     """Return the names of all devices; if the record lacks them, derive them from this client's, by their tasks.
 
-    Without ``global_devices`` every client owns a block of as many consecutive ids as this one, and the task numbers
-    of the blocks ascend by one. ``label`` names the mesh in errors.
+    Without ``global_devices`` every client owns a block of consecutive ids, as many as this client, and the task
+    numbers of the blocks ascend by one. ``label`` names the mesh in errors.
 
     Raises:
         MeshError: The record names no device.
@@ -289,7 +289,8 @@ def concatenated_record(
         raise MeshError(f"meshes to concatenate: got axes {dict(dims)}, expected this client to have a device in them")
     grid = np.array(mine[0])
     for _, offsets in parts:
-        # Slices are evenly spaced: a step along one of them changes the offset by as much from any device of another.
+        # Slices are evenly spaced: a step along one slice changes the offset by the same amount from any device of
+        # another.
         grid = np.add.outer(grid, np.array(offsets) - mine[0])
     picked: list[int] = grid.ravel().tolist()
     if len(set(picked)) != len(picked) or not set(picked) <= set(range(len(devices))):
@@ -381,8 +382,7 @@ class DeviceOffsets:
 # --- callers ---------------------------------------------------------------------------------------------------------
 
 # FSDP, PyTorch's DTensors and tensor parallelism need a mesh of PyTorch's own class. These packages accept any mesh at
-# first, and fail later, in the middle of a step. So a mesh checks its caller when it is asked for something that they
-# need.
+# first, and fail later, in the middle of a step. So a mesh checks the caller of each method that these packages use.
 _PARTS = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed._composable")
 
 
@@ -390,7 +390,7 @@ def validate_caller(what: str, depth: int = 2) -> None:
     """Check that the caller is not in these parts of PyTorch.
 
     Args:
-        what: The name that is asked for.
+        what: The requested name.
         depth: How many calls lie between the caller in question and this function.
 
     Raises:

@@ -106,8 +106,8 @@ class Partial(Placement):
 class _StridedShard(Placement):
     """The axis splits dim ``dim`` after axes to its right in the mesh have already cut it into ``split_factor`` pieces.
 
-    Each device along the axis holds its chunk of each of these pieces. `Layout` converts this placement to an ordered
-    tuple of axes, which says the same.
+    Each device along the axis holds its chunk of each of these pieces. `Layout` converts this placement to an
+    equivalent ordered tuple of axes.
     """
 
     dim: int
@@ -126,14 +126,14 @@ class _StridedShard(Placement):
 
 
 def placement_of(value: Any) -> Any:
-    """Return a placement of PyTorch's as the one of this library; any other value as it is.
+    """Convert a placement of PyTorch to the placement of this library; return any other value unchanged.
 
-    A subclass of PyTorch's placements stays as it is, too: its additions have no counterpart here. So ``_NormPartial``,
-    whose terms are norms, does not become a pending sum.
+    A subclass of PyTorch's placements stays unchanged, too, because its additions have no counterpart here. So
+    ``_NormPartial``, whose terms are norms, does not become a pending sum.
     """
     if value is None or isinstance(value, Placement):
         return value
-    # A value can be one of PyTorch's only if the program has imported them already.
+    # Only a program that has imported PyTorch's placements can pass one.
     theirs = sys.modules.get("torch.distributed.tensor.placement_types")
     if theirs is None:
         return value

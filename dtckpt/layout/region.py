@@ -101,7 +101,7 @@ class Region:
         return other.is_empty or self.intersect(other) == other
 
     def subtract(self, other: Region) -> list[Region]:
-        """Return disjoint regions that together hold the elements of this region that are not in the other one."""
+        """Return disjoint regions that together hold the elements of this region outside of the other region."""
         common = self.intersect(other)
         if common is None:
             return [] if self.is_empty else [self]

@@ -22,8 +22,8 @@ from dtckpt.layout.mesh import Mesh
 def root_layout(layout: Layout) -> Layout:
     """Return the layout on the root mesh, replicated along the axes that its own mesh lacks.
 
-    A layout that the root mesh cannot express, as its mesh combines or splits axes of the root, is returned itself. So
-    is a layout on a root mesh, or with pending reductions.
+    Returns the layout unchanged if it is on a root mesh, has pending reductions, or is on a mesh that combines or
+    splits axes of the root.
     """
     mesh = layout.mesh
     if mesh.root_offsets[0] is mesh or layout.type is not LayoutType.STATIC or layout.has_partial:
@@ -33,7 +33,7 @@ def root_layout(layout: Layout) -> Layout:
 
 
 def _root_axes(mesh: Mesh) -> tuple[tuple[str, str], ...] | None:
-    """Return the axes of a slice, each with the axis of the root that it is; None if some are no axes of the root."""
+    """Map each axis of a slice to its axis of the root; return None if the root lacks one of them."""
     # Kept with the mesh and not by its value: equal meshes may be slices of different roots.
     kept: dict[str, Any] = vars(mesh)
     if "root_axes" not in kept:
@@ -50,7 +50,7 @@ def _find_root_axes(mesh: Mesh) -> tuple[tuple[str, str], ...] | None:
     expected[:] = expected.reshape(root.ndim, -1)[:, 0].reshape(-1, *[1] * mesh.ndim)
     pairs: list[tuple[str, str]] = []
     for dim, (axis, size) in enumerate(mesh.axis_sizes.items()):
-        # Nothing tells which axis of the root an axis of size 1 is, nor does it matter.
+        # An axis of size 1 may be any axis of the root, and its choice does not matter.
         if size == 1:
             continue
         along = np.moveaxis(coordinates, dim + 1, -1).reshape(root.ndim, -1, size)[:, 0]

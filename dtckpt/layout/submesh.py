@@ -34,7 +34,7 @@ def flatten_mesh(mesh: Mesh, axes: Sequence[str] | None, name: str | None) -> Me
     if named != origins:
         raise MeshError(f"{mesh.label}: got {name!r} as name for axes {origins}, expected another: it means {named}")
     flat = part if (name,) == part.mesh_dim_names else _slice(part, ((name, part.mesh_dim_names),))
-    mesh.origins[name] = origins  # last, so that a name whose slice fails is not taken
+    mesh.origins[name] = origins  # last, so that a failed slice does not take the name
     return flat
 
 
@@ -85,7 +85,7 @@ def clients_of_line(mesh: Mesh, axis: int) -> tuple[int, ...]:
 
 
 def _axes_named(mesh: Mesh, name: str) -> tuple[str, ...]:
-    """Return the axes of a mesh for which a name stands: one axis, or those that were flattened under the name."""
+    """Return the axes of a mesh for which a name stands: one axis, or the flattened axes of this name."""
     if not isinstance(name, str):
         raise MeshTypeError(f"{mesh.label}: got {name!r} as axis name, expected str")
     axes = (name,) if name in mesh.mesh_dim_names else mesh.origins.get(name, ())

@@ -1,9 +1,8 @@
 """Text and proto forms of meshes and layouts, as TensorFlow writes them.
 
-The functions convert between text or proto and plain records. `Mesh` and `Layout` validate records, these functions do
-not. Texts and bytes equal TensorFlow's for everything that TensorFlow can express. There are two extensions: a dim
-split by several axes is written ``x+y``, and pending reductions are written ``partial:y=sum,`` between the specs and
-the mesh.
+The functions convert between text or proto and plain records. `Mesh` and `Layout` validate the records. Texts and bytes
+equal TensorFlow's for everything that TensorFlow can express. There are two extensions: a dim split by several axes is
+written ``x+y``, and pending reductions are written ``partial:y=sum,`` between the specs and the mesh.
 
 TensorFlow's ``shape_and_slices`` strings say that a tensor is a slice of a larger one (`parse_slice_spec`). For example
 ``"4 5 0,2:-"`` is the slice ``[0:2, :]`` of a tensor of shape (4, 5). TensorFlow's ``SaveV2`` uses this form: the dims
@@ -336,7 +335,7 @@ def layout_from_proto(proto: layout_pb2.LayoutProto) -> LayoutRecord:
 
 
 def layout_from_bytes(data: bytes) -> LayoutRecord:
-    """Read the serialized proto of a layout; older TensorFlow writes no type, which is read as STATIC.
+    """Read the serialized proto of a layout; a layout of older TensorFlow, without a type, is STATIC.
 
     Raises:
         LayoutError: The bytes are no serialized layout.

@@ -1,15 +1,15 @@
 """Agreements: facts that clients settle once and then take for granted; message tags carry a digest of them.
 
-At the first time that a client meets a case, it asks the others for a fact that all need, such as the global shape that
-follows from local shapes. The client takes the answer for granted whenever the case comes again, without a message.
-This shortcut goes wrong when the case of one client comes again while another client's case has changed:
+When a client meets a case for the first time, it asks the others for a fact that all need, such as the global shape of
+given local shapes. When the case comes again, the client takes the answer for granted, without a message. This shortcut
+fails if the case of one client comes again while another client's case has changed:
 
     client 0: case A, as in agreement 0       takes (8,) for granted     digest of 0
     client 1: case B, as in agreement 1       takes (6,) for granted     digest of 1
 
-So each client keeps a digest of all that it has taken for granted, in order. The tags of messages contain it
-(`dtckpt.redistribution.execute`). Messages of clients with different digests never meet, and the clients find out why,
-as whenever they ask for different things (`dtckpt.redistribution.disagreement`).
+So each client keeps a digest of all facts that it has taken for granted, in order. The tags of messages contain this
+digest (`dtckpt.redistribution.execute`). So messages of clients with different digests never meet, and the clients find
+the cause as in any disagreement (`dtckpt.redistribution.disagreement`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Agreements:
     """The agreements of a group of clients.
 
     Attributes:
-        digest: Of all that this client has taken for granted since clients last found that they differ.
+        digest: Of all facts that this client has taken for granted since the clients last found a difference.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class _Agreements:
         return fact
 
     def remember(self, case: Hashable, fact: Any) -> None:
-        # All clients have taken part in an agreement, each with its own case. So they number it alike, and forget it
+        # All clients took part in an agreement, each with its own case. So they give it the same number, and forget it
         # at the same time.
         if len(self._cases) == MAX_AGREEMENTS:
             self._known.pop(self._cases.popleft(), None)
@@ -102,7 +102,7 @@ def remember(group: Group, case: Hashable, fact: Any) -> None:
 
 
 def digest(group: Group) -> int:
-    """Return a number below 2**31 that differs between clients that used different agreements."""
+    """Return a number below 2**31 that differs between two clients if they used different agreements."""
     return _of(group).digest
 
 

@@ -1,18 +1,19 @@
-"""The calls of this client so far, by group of clients; when such a group calls no more.
+"""Histories of this client's calls, by group of clients; and the rule when a group stops calling.
 
-**Number.** A call has a number among its clients if it sends messages. So has each call of `DTensor.redistribute`,
-`DTensor.from_local`, `relayout`, `copy_to_mesh` of a DTensor and `distribute_tensor` of one, also if it sends nothing:
-on another client its arguments may be others. Operators and `full_tensor` have none if they send nothing, as a client
-may call them alone. Tags of messages contain the number, so messages of different calls never meet.
+**Number.** A call that sends messages has a number among its clients. Calls of `DTensor.redistribute`,
+`DTensor.from_local`, `relayout`, and of `copy_to_mesh` and `distribute_tensor` with a DTensor have a number even if
+they send nothing, because the arguments on another client may differ. Operators and `full_tensor` have no number if
+they send nothing, because one client may call them alone. Tags of messages contain the number, so messages of different
+calls never meet.
 
-**Rule.** After a disagreement the clients go on if each of them raises in the call of that number, or failed before
-it: their next calls have the same number. Else no client can know which calls correspond. So from then on, every call
-among two or more of these clients raises. Calls cannot correspond if
+**Rule.** After a disagreement the clients go on if each of them raises in the call of that number, or failed before the
+call: then their next calls have the same number. Otherwise no client can know which calls correspond. So from then on,
+every call among two or more of these clients raises. Calls no longer correspond if
 
 * a client had returned from the call before it heard of the disagreement, as it needed nothing from the others;
 * a client did not come to the call (`dtckpt.redistribution.watcher`);
-* a client failed outside of a numbered call, as in an operator, and then asks for the same redistribution as the others
-  did when they raised its error: both may be one call;
+* a client failed outside of a numbered call, as in an operator, and then asks for the redistribution in which the
+  others raised its error: both may be one call;
 * the assumptions of clients differ: calls that change a layout without a message, and calls among larger groups, which
   go into a digest;
 * a call was broken off: a client is gone, a wait timed out, the program was interrupted.
@@ -42,7 +43,7 @@ _jobs: WeakKeyDictionary[Any, _JobHistories] = WeakKeyDictionary()
 
 
 class Failure:
-    """Why a group of clients calls no more.
+    """The reason why a group of clients calls no more.
 
     Args:
         error: The error, as far as it is known.
@@ -74,7 +75,7 @@ class GroupHistory:
         larger: Histories of the groups that contain this one and more clients.
 
     Attributes:
-        count: How many calls there were, alike on all clients of the group.
+        count: Number of calls so far, equal on all clients of the group.
         caller: The thread that made the last call.
         failure: Why every further call raises; None while calls succeed.
         doubtful: The record of an error that this client had outside of a numbered call, until its next call.
@@ -112,7 +113,8 @@ class GroupHistory:
 
         Args:
             call: What to remember of it.
-            fingerprint: Of the change of layout that it assumes the others to make, too; 0: it changes none.
+            fingerprint: Of the change of layout that the call assumes on the others, too; 0: the call changes no
+                layout.
 
         Raises:
             DtckptError: The group calls no more.

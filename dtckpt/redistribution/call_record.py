@@ -1,7 +1,7 @@
-"""The record of one call of redistribution in the default group's store: requests, errors, and clients that are astray.
+"""The record of one call of redistribution in the default group's store: requests, errors, and astray clients.
 
 A record exists only for a call that goes wrong or takes long. Its first writer sets an *alarm*, which names the record.
-Every client looks for alarms (`dtckpt.redistribution.watcher`), so a client hears of a record wherever its threads are.
+Every client looks for alarms (`dtckpt.redistribution.watcher`), so a client learns of a record whatever its threads do.
 
     dtckpt/redistribute/<clients>/<number>            requests, errors, clients that are astray
     dtckpt/redistribute/<clients>/<number>/<client>   the client has registered: it has written all that it has to say
@@ -36,10 +36,10 @@ from dtckpt.redistribution.agreements import Group
 from dtckpt.redistribution.exchange_plan import LayoutChange
 
 GRACE_S = 2.0
-"""How long a client that settles a call waits for others to register; the watcher waits for those that come later."""
+"""How long a client that settles a call waits for others to register; the watcher waits for later clients."""
 _POLL_S = 0.01
 _JOIN_S = 60.0
-"""How long a client that settles a call waits for the clients without which it may not join a request."""
+"""How long a client that settles a call waits for the clients that must register before it may join a request."""
 
 ARGUMENTS_AXIS = "arguments"
 """The axis of meshes on which clients exchange the arguments of a call (`dtckpt.dtensor.gather_objects`)."""
@@ -66,8 +66,8 @@ class Participation(NamedTuple):
 Planner = Callable[[Callable[[int], Sequence[LayoutChange]], int, int], Participation]
 """Returns a participation.
 
-The first argument returns the changes that are asked for, as a client sees them. The others are the number of the call
-among its clients, and a digest of the agreements and assumptions of the clients that ask.
+The first argument returns the requested changes, as a client sees them. The others are the number of the call among its
+clients, and a digest of the agreements and assumptions of the requesting clients.
 """
 
 # By default process group. A clone has a separate connection, so a program's own wait for a key does not block it.
@@ -93,12 +93,12 @@ def next_alarm(number: int) -> tuple[Group, int] | None:
 class CallRecord:
     """The record of one call.
 
-    No client may take zeros for a result. Two rules see to that:
+    No client may take zeros for a result. Two rules prevent it:
 
     1. A client writes its own request or error, and registers, before it joins the request of another.
-    2. A client joins a request only when all clients that wait for it there have registered
-       (`Participation.prerequisites`). A client that has registered reads the record again when its call is complete.
-       So it finds the other request, and raises instead of returning.
+    2. A client joins a request only when all clients that wait for this client there have registered
+       (`Participation.prerequisites`). A registered client reads the record again when its call is complete. So it
+       finds the other request, and raises instead of returning.
 
     Args:
         group: The clients.
@@ -115,7 +115,7 @@ class CallRecord:
         self._world = weakref.ref(dist.group.WORLD)
         self._has_registered = False
         self._joining = threading.Lock()
-        # Requests in which this client has taken part, its own included, and its participation in others.
+        # Requests in which this client has taken part, including its own request, and its participation in others.
         self._joined: set[str] = set()
         self._participations: dict[str, Participation] = {}
 
@@ -153,7 +153,7 @@ class CallRecord:
         self._register()
 
     def add_error(self, error: DtckptError) -> None:
-        """Write why this client fails, unless another client has written an error already; register it."""
+        """Write this client's error, unless another client has written an error already; register this client."""
         # One error is enough: all clients may fail at once, and they may be many.
         self._update(
             lambda state: not state["errors"] and bool(state["errors"].setdefault(str(self._client), to_wire(error)))
@@ -182,14 +182,14 @@ class CallRecord:
         self._store.set(f"{self._key}/{self._client}", "here")
         # The count comes last, so a client that counts this one also finds its key and its request.
         num_here = self._store.add(f"{self._key}/here", 1)
-        # Where all that came before have returned, other clients have stopped looking at this record.
+        # If all earlier clients have returned, they no longer look at this record.
         if num_here - 1 == self._store.add(f"{self._key}/gone", 0):
             self._set_alarm()
 
     def _set_alarm(self) -> None:
         text = json.dumps([self._group, self._count])
         number = self._store.add(f"{_PREFIX}/alarms", 0)
-        # The count may be behind, and two clients may set one alarm. No count is ahead, so there is no gap.
+        # The count may lag, and two clients may set one alarm. No count is too high, so there is no gap.
         while self._store.compare_set(f"{_PREFIX}/alarm/{number}", "", text).decode() != text:
             number += 1
         self._store.add(f"{_PREFIX}/alarms", 1)
@@ -199,7 +199,7 @@ class CallRecord:
         self._store.add(f"{self._key}/gone", 1)
 
     def is_left(self) -> bool:
-        """Whether no client waits here any more, because those that registered have returned without an error."""
+        """Whether no client waits here any more, because all registered clients have returned without an error."""
         num_gone = self._store.add(f"{self._key}/gone", 0)  # first; see `_register`
         return bool(num_gone >= self.num_registered())
 
@@ -217,8 +217,8 @@ class CallRecord:
             self._joining.release()
 
     def _join_requests(self) -> bool:
-        # In the order of the record, of which every client knows a first part. In different orders, three clients could
-        # each take part in the request that the next client waits for.
+        # In the order of the record, of which every client knows a first part. In different orders, each of three
+        # clients could take part in the request of the next client, and all would wait.
         for request in [request for request in self.read()["requests"] if request not in self._joined]:
             if request not in self._participations:
                 self._participations[request] = self.plan(partial(_decode, request), self._count, _digest_in(request))
@@ -234,7 +234,8 @@ class CallRecord:
         """Join the requests of others until all clients have registered.
 
         Returns:
-            Whether all have. If not, they did not come for `GRACE_S`, or requests could not be joined for longer.
+            Whether all have registered. If not, none came for `GRACE_S`, or this client could not join requests for
+            longer.
         """
         num_seen, since = 0, time.monotonic()
         while True:
@@ -257,7 +258,8 @@ class CallRecord:
         return int(self._store.add(f"{self._key}/here", 0))
 
     def _join(self) -> tuple[int, bool]:
-        # Count first: a client writes its request before it registers, so the requests of all counted ones are read.
+        # Count first: a client writes its request before it registers, so this read finds the requests of all counted
+        # clients.
         return self.num_registered(), self.join_requests()
 
 
@@ -291,10 +293,11 @@ def last_error(cause: DtckptError, reasons: Sequence[str] = ()) -> DtckptError:
 
 
 def _cause_in(state: Mapping[str, Any]) -> DtckptError | None:
-    """Return a client's own error, else an error that says how requests differ, if they do."""
+    """Return a client's own error, else an error about the difference of requests, if they differ."""
     if state["errors"]:
         client, (code, message) = min(state["errors"].items(), key=lambda item: int(item[0]))
-        # An error with this end concerns all clients; this client only passes it on, so the text does not name it.
+        # An error with this end concerns all clients. This client only passes the error on, so the text does not name
+        # it.
         return from_wire(code, message if message.endswith(_LAST_CALL) else f"client {client}: {message}")
     if len(state["requests"]) < 2:
         return None
@@ -314,7 +317,7 @@ def _cause_in(state: Mapping[str, Any]) -> DtckptError | None:
 # --- requests, as text ---------------------------------------------------------------------------------------------
 
 Facts = tuple[int | None, int | None]
-"""The digests of a client's agreements and of its assumptions; None: it needs nothing from others."""
+"""The digests of a client's agreements and of its assumptions; None: the client needs no messages."""
 
 
 def encode(changes: Sequence[LayoutChange], facts: Facts) -> str:
@@ -380,7 +383,7 @@ def _summary(request: str) -> str:
 
 
 def _described(change: LayoutChange) -> str:
-    """Describe a change with all that may differ: equal descriptions of different requests would tell nothing."""
+    """Describe a change with all facts that may differ between requests, so that an error shows the difference."""
     what, source, target = f"{change.shape} of {change.dtype}", change.source, change.target
     if source == target:
         return f"{what} as it is, {target.placements} on {target.mesh.label}"

@@ -1,9 +1,9 @@
 """Detect that clients ask for different redistributions in one call, so all raise the same error, and no client hangs.
 
-Gloo cannot cancel a message that it waits for, and a client whose arguments are wrong sends none. So the clients use a
-record of the call in the store of the default process group (`dtckpt.redistribution.call_record`). A client that fails
-writes its error there; a client that has waited for long writes its request. Each client then takes part in all
-requests; in the requests of others its data are zeros:
+Gloo cannot cancel a wait for a message, and a client with wrong arguments sends no message. So the clients use a record
+of the call in the store of the default process group (`dtckpt.redistribution.call_record`). A client that fails writes
+its error there; a client that has waited for long writes its request. Each client then takes part in all requests; in
+the requests of others its data are zeros:
 
     client 0: rows               client 1: rows                client 2: columns
         |  waits `PATIENCE_S`        |  waits                      |  waits
@@ -17,7 +17,7 @@ requests; in the requests of others its data are zeros:
     every request completes; each client reads the record again, finds two requests, and raises
 
 No message is left over, all waits end, and all clients raise the same error. Messages of different requests never
-meet: each request has different tags (`dtckpt.redistribution.execute`). `dtckpt.redistribution.call_history` says
+meet: each request has different tags (`dtckpt.redistribution.execute`). `dtckpt.redistribution.call_history` defines
 which calls have a number, and when the clients may go on after the error.
 
 While clients agree and are quick, they do not write to the store. Redistributions on NCCL are not covered: the host
@@ -75,7 +75,7 @@ class RedistributionCall:
         plan: Plans this client's participation in the requests of others.
 
     Attributes:
-        count: The number of the call among these clients, alike on all of them.
+        count: The number of the call among these clients, equal on all of them.
         digest: Digest of this client's agreements (`dtckpt.redistribution.agreements`) and assumptions
             (`dtckpt.redistribution.call_history`).
 
@@ -104,14 +104,15 @@ class RedistributionCall:
             yield
 
     def validate(self) -> None:
-        """Check, when the redistribution is complete, that all clients asked for the same, as far as is known here.
+        """Check after the redistribution, with the facts known here, that all clients asked for the same changes.
 
         Raises:
-            DtckptError: A client failed: its error. `LayoutError` if clients asked for different things.
+            DtckptError: A client failed: its error. `LayoutError` if clients asked for different changes.
         """
         with self._polling:
             self._is_over = True
-            # Without a record no thread here has waited for long. Then the store is not asked: that costs a round trip.
+            # Without a record no thread here has waited for long. Then this client does not ask the store, and saves a
+            # round trip.
             if self._record is None:
                 return
             if self._record.error() is None:
@@ -124,7 +125,7 @@ class RedistributionCall:
         """Let the clients call no more, because this client leaves the call in the middle.
 
         Returns:
-            The error of the group, if it called no more already: then that is why others have left.
+            The error of the group, if the group called no more already: the reason why others have left.
         """
         self._has_failed = self._is_over = True  # in this order, for the watcher
         if (earlier := history_of(self._group).failure) is not None:
@@ -133,7 +134,7 @@ class RedistributionCall:
         return None
 
     def poll(self, now: float) -> None:
-        """Write this client's request to the record, and join the requests of others as far as that is allowed.
+        """Write this client's request to the record, and join the requests of others as far as the rules allow.
 
         Args:
             now: Monotonic seconds. Before the next poll is due, nothing happens.
@@ -144,12 +145,12 @@ class RedistributionCall:
                 self._register().join_requests()
 
     def is_answered(self, now: float) -> bool:
-        """Do this client's part for others that wait in this call; return whether no more is to be done."""
+        """Do this client's part for others that wait in this call; return whether this part is complete."""
         if not self._is_over:
             self.poll(now)
             return False
-        # Held while `validate` decides whether the call returns. That thread settles the record, so nothing is to be
-        # done.
+        # Held while `validate` decides whether the call returns. That thread settles the record, so nothing remains to
+        # do here.
         if not self._polling.acquire(blocking=False):
             return False
         try:
@@ -173,7 +174,7 @@ class RedistributionCall:
 
 @dataclass(slots=True)
 class LocalCall:
-    """A call in which this client needed nothing from the others, and sent nothing.
+    """A call in which this client needed no messages and sent none.
 
     Args:
         group: The clients.
@@ -189,9 +190,9 @@ class LocalCall:
     _record: CallRecord | None = None
 
     def is_answered(self, now: float) -> bool:
-        """Tell others that disagree in this call that this client has gone on; return whether no more is to be done."""
+        """Tell clients that disagree in this call that this client has gone on; return whether its part is complete."""
         del now
-        # One record for good: it knows in which requests this client has taken part.
+        # The same record always: it knows the requests in which this client has taken part.
         self._record = self._record or CallRecord(self.group, self.number, self.plan)
         return (
             _has_gone_on(self._record, self.group, encode(_changes(self.asked), (None, None))) or self._record.is_left()
@@ -199,7 +200,7 @@ class LocalCall:
 
 
 def _has_gone_on(record: CallRecord, group: Group, request: str) -> bool:
-    """Tell the others, if they disagree in a call that has returned here, that this client has gone on.
+    """Report to the others, if they disagree in a call that has returned here, that this client has gone on.
 
     Args:
         record: Of the call.
@@ -212,7 +213,7 @@ def _has_gone_on(record: CallRecord, group: Group, request: str) -> bool:
     state = record.read()
     if not state["errors"] and not state["requests"].keys() - {request}:
         return False
-    # First of all this client calls no more. As soon as others see it registered, they may raise and call again.
+    # First this client calls no more. As soon as others see its registration, they may raise and call again.
     state["requests"].setdefault(request, dist.get_rank())
     state["astray"][str(dist.get_rank())] = _WENT_ON
     error = error_in(state)
@@ -241,18 +242,18 @@ def count_local_call(asked: Sequence[Asked], plan: Planner, *, is_assumed: bool 
     Args:
         asked: The changes; a tensor that stays as it is changes to its own layout.
         plan: As for `RedistributionCall`.
-        is_assumed: Whether others are assumed to ask for the same also where layouts stay, because the call makes them.
+        is_assumed: Whether this client assumes the same change on the others even if the layout stays.
 
     Raises:
         DtckptError: The clients call no more.
     """
     first = asked[0][0].mesh
-    # By identity, as to find out whether meshes are equal takes longer than all else here.
+    # By identity, because a comparison of meshes takes longer than all other work here.
     if all(source.mesh is first and target.mesh is first for source, target, *_ in asked):
         group = first.clients
     else:
         group = _group(tuple({mesh: None for source, target, *_ in asked for mesh in (source.mesh, target.mesh)}))
-    # Most calls are of a group that is known, and cost a look into a table and a count.
+    # Most calls are of a known group, and cost a look into a table and a count.
     history = known_history(group)
     if history is None:
         if not _is_watched(group):
@@ -271,10 +272,10 @@ def _changes(asked: Sequence[Asked]) -> list[LayoutChange]:
 
 
 def _resolve_doubt(history: GroupHistory, group: Group, changes: Sequence[LayoutChange]) -> None:
-    """Let the clients call no more if this call may be the one in which the others raised this client's last error.
+    """Let the clients call no more if the others may have raised this client's last error in this call.
 
-    The error had no number here, so it took the number of the others' next call. If this client goes on behind that
-    call, all clients are level. If it makes that call now, it is one call behind.
+    The error had no number here, so it took the number of the others' next call. If this client continues after that
+    call, all clients have the same number. If it makes that call now, it is one call behind.
     """
     record, history.doubtful = history.doubtful, None
     if record is None or history.failure is not None:
@@ -292,28 +293,28 @@ def _resolve_doubt(history: GroupHistory, group: Group, changes: Sequence[Layout
 
 
 def report_error(error: DtckptError, meshes: Sequence[Mesh], plan: Planner, *, is_numbered: bool = False) -> bool:
-    """Tell the other clients of an error that keeps this one from a redistribution, and join their requests.
+    """Report to the other clients an error that keeps this client from a redistribution, and join their requests.
 
     The error stands for the next call among these clients. The others raise it in that call, however late they come.
 
-    Blocks: Until all clients have registered and this client has joined their requests. If some do not come, for
-    `GRACE_S` after the last client that came, or longer if a request cannot be joined before.
+    Blocks: Until all clients have registered and this client has joined their requests. If some do not come, until
+    `GRACE_S` after the last client that came, or longer if this client cannot join a request before.
 
     Args:
         error: The error of this client.
-        meshes: All meshes that are known to take part, sources and targets.
+        meshes: All known meshes of the redistribution, sources and targets.
         plan: Plans this client's participation in the requests of others.
-        is_numbered: Whether the call that failed has a number on every client, whatever its arguments.
+        is_numbered: Whether the failed call has a number on every client, with any arguments.
 
     Returns:
-        Whether others asked for something.
+        Whether others asked for a redistribution.
     """
     group = _group(tuple(dict.fromkeys(meshes)))
     if not _is_watched(group):
         return False
     history = history_of(group)
     if history.failure is not None:
-        return False  # the others raise without hearing of this error
+        return False  # the others raise without this error
     failed = FailedCall(CallRecord(group, history.count, plan))
     history.next(failed)
     history.doubtful = None if is_numbered else failed.record

@@ -1,8 +1,8 @@
 """Exchange boxes between clients: one step of a redistribution, for one tensor or for several together.
 
-An exchange brings tensors from a source layout to a target layout. Compilation happens once: the plans of
-`dtckpt.redistribution.exchange_plan` become the messages, copies and reductions of this client. Then it runs as often
-as it is needed. For a tensor that goes from rows to columns on two clients:
+An exchange brings tensors from a source layout to a target layout. Compilation happens once, from the plans of
+`dtckpt.redistribution.exchange_plan` to the messages, copies and reductions of this client. The compiled exchange may
+run many times. For a tensor that goes from rows to columns on two clients:
 
       source layout              target layout
                               client 0    client 1
@@ -17,7 +17,7 @@ A run of an exchange on one client (`BoxTransfer`):
     finish()  deliver each message as it arrives     copy it to its output, or reduce it with the last term
               forward                                between this client's own devices
 
-Outputs are made once, where they end up: a box that is contiguous in its output is received in place.
+Outputs are allocated once, at their final place: a box that is contiguous in its output is received in place.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from dtckpt.redistribution.messages import (
 PIECE_NBYTES = 8 << 20
 """A large box travels through host memory in pieces of about this size."""
 IN_FLIGHT_NBYTES = 256 << 20
-"""Most bytes of one client's messages in flight at a time, sent and received, unless one round of them has more."""
+"""Most bytes of one client's messages in flight at a time, sent and received, unless a single round has more."""
 _HOST = torch.device("cpu")
 
 
@@ -95,10 +95,10 @@ class BoxExchange:
         self.changes, self.clients, self.client = tuple(changes), first.clients, first.client
         self.device_type = first.device_type
         self.collectives = collectives_of(self.clients, self.client, first.device)
-        # Per tensor: by target device, the source device whose component is the output as it is; all other outputs.
+        # Per tensor: by target device, the source device whose unchanged component is the output; all other outputs.
         self.reused: list[dict[int, int]] = []
         self.allocations: list[list[tuple[int, tuple[int, ...], torch.dtype, torch.device]]] = []
-        # Pairs of boxes: into which box, and from which. Forwards go from one output to another.
+        # Pairs of boxes: the box to write, and the box to read. Forwards go from one output to another.
         self.copies: list[tuple[Box, Box]] = []
         self.forwards: list[tuple[Box, Box]] = []
         self.reductions: list[Reduction] = []
@@ -113,8 +113,8 @@ class BoxExchange:
         self.num_received_terms = list(map(len, terms))
         """How many received boxes each reduction waits for."""
         self.reduction_of = {term: number for number, received in enumerate(terms) for term in received}
-        """Which reduction a received box is a term of, by the number of the box."""
-        # A reduction writes over its output when it adds its first two terms, so one of these may be received there.
+        """By number of a received box, the reduction of which it is a term."""
+        # A reduction overwrites its output when it adds its first two terms, so one of these may be received there.
         first_terms = {next((term for term in each.terms[:2] if isinstance(term, int)), -1) for each in self.reductions}
         self.in_place = {*range(len(self.received_boxes))} - self.reduction_of.keys() | first_terms
         """Numbers of the boxes that may be received where their output is."""
@@ -142,16 +142,17 @@ class BoxExchange:
     def _flights(
         self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, MessageFormat, list[int]]]
     ) -> Iterator[Flight]:
-        """Yield which messages are in flight at a time, so that few are in memory.
+        """Yield the flights: messages that are in flight together, so that few are in memory.
 
         In round (k, n) each client sends its nth message to the client k positions on:
 
             k = 1:  0 -> 1 -> 2 -> 3 -> 0        k = 2:  0 <-> 2, 1 <-> 3        k = 3:  0 <- 1 <- 2 <- 3 <- 0
 
-        A flight is one or several rounds. Where a flight ends depends on this client's own messages, so clients may end
-        theirs after different rounds. This order cannot deadlock, because all clients go through the rounds in it. Of
-        all missing messages, take the message of the earliest round: its sender and its receiver have posted it. (The
-        schedule of block-cyclic redistribution: Desprez et al., "Scheduling block-cyclic array redistribution".)
+        A flight is one or several rounds. The end of a flight depends on this client's own messages, so clients may end
+        their flights after different rounds. This cannot deadlock, because all clients go through the rounds in the
+        same order. Of all missing messages, take the message of the earliest round: its sender and its receiver have
+        posted it. (The schedule of block-cyclic redistribution: Desprez et al., "Scheduling block-cyclic array
+        redistribution".)
         """
         positions = {client: position for position, client in enumerate(self.clients)}
         rounds: dict[tuple[int, int], Flight] = {}
@@ -194,8 +195,8 @@ class BoxExchange:
         Args:
             tensor: Its position among the tensors.
             change: Its change of layout.
-            sent_boxes: By receiver; added to.
-            received_numbers: Numbers of the received boxes, by sender; added to.
+            sent_boxes: By receiver; this call appends to them.
+            received_numbers: Numbers of the received boxes, by sender; this call appends to them.
         """
         source, target, dtype = change.source, change.target, change.dtype
         plan = plan_exchange(source, target, change.shape, self.client)
@@ -203,8 +204,8 @@ class BoxExchange:
         axes = reduced_axes(source, target)
         source_regions, target_regions = _regions(source, change.shape), _regions(target, change.shape)
         source_devices, target_devices = _devices(source.mesh), _devices(target.mesh)
-        # Where each output is, as a whole, one component of the source on the same device, no copy is made. The output
-        # shares memory with the source; a caller that must not share it copies it.
+        # If each output as a whole is one component of the source on the same device, no copy is made. The output
+        # shares memory with the source. A caller that must not share memory makes a copy.
         is_reused = plan.is_local and not axes and _are_whole_components(plan.copies, source_regions, target_regions)
         is_reused = is_reused and all(
             source_devices[each.source] == target_devices[each.target] for each in plan.copies
@@ -222,7 +223,7 @@ class BoxExchange:
             return
 
         # Through host memory a large box goes in pieces: a client packs or reduces a piece while the next piece is in
-        # flight. NCCL runs an exchange as one operation, so there nothing would overlap.
+        # flight. NCCL runs an exchange as one operation, so pieces would not overlap there.
         is_cut = self.device_type == "cpu" and not plan.is_local
 
         def pieces(moves: Iterable[Move]) -> Iterator[Move]:
@@ -241,7 +242,7 @@ class BoxExchange:
                 terms.setdefault(output_box(move), []).append((term_of(source, axes, move.source), source_box(move)))
             else:
                 self.copies.append((output_box(move), source_box(move)))
-        # Messages have no headers. A box is known by its position alone, so both sides go through tensors, then sorted
+        # Messages have no headers. Only its position identifies a box, so both sides go through tensors, then sorted
         # moves, then pieces.
         for receiver, moves in plan.sends.items():
             sent_boxes.setdefault(receiver, []).extend(map(source_box, pieces(moves)))
@@ -273,9 +274,9 @@ class BoxExchange:
         ]
 
     def index_in(self, later: BoxExchange) -> dict[int, tuple[slice, ...]] | None:
-        """Return where this exchange's outputs stay within the outputs of the next exchange.
+        """Return the places of this exchange's outputs within the outputs of the next exchange.
 
-        Then both can share one buffer: the outputs are made where the next exchange would copy them.
+        Then both can share one buffer: this exchange writes its outputs where the next exchange would copy them.
 
         Args:
             later: The next exchange of the same single tensor.
@@ -293,7 +294,7 @@ class BoxExchange:
         # A next exchange that reduces has no copies, so it never qualifies: its outputs are sums, not this one's terms.
         for into, source in later.copies:
             num_staying[into.device] += math.prod(into.shape) if into.device == source.device else 0
-        # An empty part lies nowhere, though every region contains it.
+        # An empty part has no place, though every region contains it.
         if not all(part.numel == num_staying[at] > 0 and wholes[at].contains(part) for at, part in parts.items()):
             return None
         return {device: part.relative_to(wholes[device]).slices() for device, part in parts.items()}
@@ -303,10 +304,10 @@ class BoxExchange:
     ) -> BoxTransfer:
         """Post the messages, and make the local copies while they are in flight.
 
-        Collective: Over the exchange's clients, if any needs something from another.
+        Collective: Over the exchange's clients, if any client needs data of another.
 
         Args:
-            tensors: The components of every tensor; left alone until the transfer is finished.
+            tensors: The components of every tensor; do not write to them until the transfer is finished.
             tag: Tag of the messages, below `END_OF_TAGS`.
             outputs: Buffers for the new components of every tensor; default new ones.
         """
@@ -368,7 +369,7 @@ class BoxTransfer:
         self._receives: list[tuple[MessageFormat, list[int], torch.Tensor, bool]] = []
         self._sent: list[torch.Tensor] = []
         self._shared: dict[int, torch.Tensor] = {}
-        # Received terms, by number of the box, and how many each reduction still waits for.
+        # Received terms, by number of the box, and the number of terms that each reduction still lacks.
         self._terms: dict[int, torch.Tensor] = {}
         self._num_missing = list(exchange.num_received_terms)
         try:
@@ -380,7 +381,7 @@ class BoxTransfer:
     def _start(self) -> None:
         exchange, tensors = self._exchange, self._tensors
         if exchange.flights:
-            # Before any flight: clients may end theirs after different rounds.
+            # Before any flight: clients may end their flights after different rounds.
             exchange.collectives.connect(exchange.peers)
             self._post(exchange.flights[:1])
         # Local work stands between the first flight and the others, so that messages are in flight meanwhile.
@@ -405,8 +406,8 @@ class BoxTransfer:
                 (message, numbers, *self._receive_buffer(message, numbers, device))
                 for _, message, numbers in flight.receives
             ]
-            # A sender whose message is expected can write at once. So all buffers are posted before any message is
-            # packed, which `exchange` does one by one, so that those before are in flight meanwhile.
+            # A sender can write at once if its receiver has posted a buffer. So all buffers are posted before any
+            # message is packed. `exchange` packs messages one by one, so that earlier messages are in flight meanwhile.
             self._work = self._exchange.collectives.exchange(
                 flight.sends,
                 [
@@ -433,7 +434,8 @@ class BoxTransfer:
     ) -> tuple[torch.Tensor, bool]:
         """Return a buffer to receive a message into, and whether it is the output itself.
 
-        In order of preference: the output, if it is contiguous there; a spare part of a later output; a new buffer.
+        In order of preference: the output, if the box is contiguous there; a spare part of a later output; a new
+        buffer.
         """
         box = message.boxes[0]
         output_device = self.outputs[box.tensor][box.device].device
@@ -496,7 +498,7 @@ class BoxTransfer:
 def validate_reduction(reduce_op: str, dtype: torch.dtype, divisor: int = 1) -> None:
     """Check that terms of a dtype can be reduced, and their sum divided.
 
-    Every client finds the same, whether it has a GPU or not.
+    Every client comes to the same result, with or without a GPU.
 
     Args:
         reduce_op: The reduction.
@@ -557,7 +559,7 @@ def _bytes_around(whole: torch.Tensor, part: Sequence[slice]) -> list[torch.Tens
 def _are_whole_components(
     copies: Sequence[Move], source_regions: Mapping[int, Region], target_regions: Mapping[int, Region]
 ) -> bool:
-    """Whether every copy is a whole component that becomes a whole output, and no two outputs would share one."""
+    """Tell whether every copy turns a whole component into a whole output, and no two outputs share a component."""
     sources = {move.source for move in copies}
     return len(sources) == len(copies) and all(
         source_regions[move.source] == move.region == target_regions[move.target] for move in copies

@@ -1,9 +1,9 @@
 """Plan one exchange: which device sends which box of a tensor to which device, for any two layouts on any meshes.
 
-One formulation serves every change of layout. A device holds a *part*: a box of the tensor and, where reductions are
-pending, one *term* of them. A device's new box is put together from all parts that overlap it, each cut to the overlap,
-and reduced over the terms. Slicing, all-gather, all-to-all, reduce-scatter, broadcast and moves to another mesh are
-cases of this.
+One formulation serves every change of layout. A device holds a *part*: a box of the tensor and, if reductions are
+pending, one *term* of them. The exchange makes a device's new box from all parts that overlap the box. The exchange
+cuts each part to the overlap, and reduces over the terms. Slicing, all-gather, all-to-all, reduce-scatter, broadcast
+and moves to another mesh are cases of this.
 
     parts of the source            a new box of the target              the moves to its device
     +-------+-------+              +-------+-------+
@@ -14,14 +14,14 @@ cases of this.
     |       |       |              |    :.....:    |
     +-------+-------+              +---------------+
 
-Each byte goes at most once from one client to another. A device of the same client is asked first. If several
-devices of one client need the same box, the first of them receives it and forwards it to the others. Where several
-remote devices hold a box, the receiver's position in its mesh decides which of them sends it, so receivers spread over
-senders. Sender and receiver derive the same plan from the layouts, without communicating.
+Each byte goes at most once from one client to another. A client takes a box from its own devices if it can. If several
+devices of one client need the same box, the first device receives it and forwards it to the others. If several remote
+devices hold a box, the receiver's position in its mesh decides which device sends it. So receivers spread over senders.
+Sender and receiver derive the same plan from the layouts, without communicating.
 
-A client plans only the moves from and to its own devices. The parts of a layout are the mesh's grid of devices, with
-its axes in the order of the tensor's dims. So the parts that overlap a box are a slice of that grid, and the plan looks
-at no other part.
+A client plans only the moves from and to its own devices. The parts of a layout form the mesh's grid of devices, with
+the axes in the order of the tensor's dims. So the parts that overlap a box are a slice of that grid, and the plan looks
+only at this slice.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class LayoutChange:
 
     Args:
         source: The layout before.
-        target: The layout after. Reductions that are pending in the source only are done; the target has no others.
+        target: The layout after. The change does the reductions that are pending in the source only. The target has no
+            other pending reductions.
         shape: Global shape.
         dtype: The tensor's dtype.
     """
@@ -82,7 +83,7 @@ class LayoutChange:
 
     @property
     def device_type(self) -> str:
-        """Where messages lie: ``cuda`` if every client has one GPU there and a backend for it, else ``cpu``."""
+        """Device type of messages: ``cuda`` if each client has one GPU there and a backend for it, else ``cpu``."""
         for mesh in (self.source.mesh, self.target.mesh):
             # The ranks of a process group are clients, so NCCL could not address each of several GPUs of a client.
             if mesh.device_type != "cuda" or mesh.num_clients != mesh.size():
@@ -97,7 +98,7 @@ class LayoutChange:
 
     @property
     def fingerprint(self) -> int:
-        """A number below 2**31, the same on all clients for the same change, and hardly ever for different ones."""
+        """A number below 2**31, equal on all clients for equal changes, and very rarely for different changes."""
         # No `hash`: the hash of a text differs from process to process.
         layouts = [(_fingerprint(each.mesh), each.sharding_specs, each.partial) for each in (self.source, self.target)]
         return zlib.crc32(f"{layouts} {self.shape} {self.dtype}".encode()) >> 1
@@ -146,10 +147,10 @@ class ExchangePlan:
         copies: Moves between devices of this client.
         sends: Moves to other clients, by receiving client, ascending.
         receives: Moves from other clients, by sending client, ascending.
-        forwards: Moves that follow when everything is received, from one of this client's devices to another; both
-            ids are of the target mesh.
-        is_local: Whether every client of the target holds all parts of the source, so that no client has to receive. It
-            can be false although nothing is sent.
+        forwards: Moves between two of this client's devices, after all boxes are received; both ids are of the target
+            mesh.
+        is_local: Whether every client of the target holds all parts of the source, so that no client has to receive.
+            The field can be false although no client sends.
     """
 
     copies: tuple[Move, ...]
@@ -168,14 +169,14 @@ class ExchangePlan:
 def plan_exchange(source: Layout, target: Layout, shape: tuple[int, ...], client: int) -> ExchangePlan:
     """Plan one client's side of an exchange.
 
-    Reductions that are pending in both layouts on an axis of one name, size and op stay pending; all others of the
-    source are done. The target may have no others.
+    Reductions that are pending in both layouts, on an axis of the same name, size and op, stay pending. The exchange
+    does all other reductions of the source. The target may have no further pending reductions.
 
     Args:
         source: The layout before.
         target: The layout after.
         shape: Global shape.
-        client: Whose side to plan.
+        client: The client whose side to plan.
     """
     return _planner(source, target, client).plan(shape)
 
@@ -190,8 +191,8 @@ def reduced_axes(source: Layout, target: Layout) -> tuple[str, ...]:
 def kept_axes(source: Layout, target: Layout) -> tuple[str, ...]:
     """Return the axes whose reduction stays pending, in the source mesh's order.
 
-    The last axis is reduced first, and reductions of different kinds do not commute. So where kinds are mixed, only
-    leading axes can stay.
+    The last axis is reduced first, and reductions of different kinds do not commute. So with several kinds, only
+    leading axes can stay pending.
     """
     pending = [axis for axis in source.mesh.mesh_dim_names if axis in source.partial]
     kept = [
@@ -213,7 +214,7 @@ def reduction_kind(reduce_op: str) -> str:
 
 
 def term_of(source: Layout, axes: Sequence[str], device: int) -> Coordinates:
-    """Return which term of the reductions along ``axes`` a device of the source mesh holds: its coordinates there."""
+    """Return the term that a device of the source mesh holds: the device's coordinates along ``axes``."""
     coordinates = source.mesh.coordinate(device)
     return tuple(coordinates[source.mesh.axis_index(axis)] for axis in axes)
 
@@ -228,7 +229,7 @@ class _Holders:
     Args:
         devices: Device ids.
         owners: Their clients.
-        is_first: Which replicas are the first one of their client.
+        is_first: Whether a replica is the first of its client.
     """
 
     devices: npt.NDArray[np.int64]
@@ -291,8 +292,9 @@ def _holders(layout: Layout, axes: tuple[str, ...]) -> _Holders:
 def _turns(source: Layout, target: Layout, axes: Sequence[str]) -> npt.NDArray[np.int64]:
     """Return, by position in the target's mesh, the turn of a device: which replica of a part sends to it.
 
-    On one mesh, the turn is the device's own position among the replicas. So it receives from its line of devices, as
-    in a collective along an axis, and all replicas send equally much. On another mesh, it is the position there.
+    On one mesh, the turn is the device's own position among the replicas. So the device receives from its line of
+    devices, as in a collective along an axis, and all replicas send equally much. On another mesh, the turn is the
+    position there.
     """
     mesh = target.mesh
     numbers = np.arange(mesh.size())
@@ -353,14 +355,14 @@ def _planner(source: Layout, target: Layout, client: int) -> _Planner:
 class _Planner:
     """Plans one client's side of exchanges between two layouts, for tensors of any shape.
 
-    Which devices hold which part does not depend on the shape, so it is looked up once.
+    The devices that hold each part do not depend on the shape, so the planner looks them up once.
     """
 
     def __init__(self, source: Layout, target: Layout, client: int) -> None:
         self._source, self._target = source, target
         kept, reduced = kept_axes(source, target), reduced_axes(source, target)
         self._senders, self._receivers = _holders(source, (*kept, *reduced)), _holders(target, kept)
-        # By part, this client's devices: those that hold it before, and those that need it.
+        # By part, this client's devices that hold it before, and this client's devices that need it.
         self._old_parts, self._new_parts = self._senders.held_by(client), self._receivers.held_by(client)
         self._clients_of = {part: self._senders.clients_of(part) for part in self._old_parts}
         self._client = client
@@ -375,7 +377,7 @@ class _Planner:
         draft = _DraftMoves()
         for part, receivers in self._new_parts.items():
             self._receive(shape, part, receivers, draft)
-        # Where every client holds all parts, no client receives, and the search for receivers would be in vain.
+        # If every client holds all parts, no client receives, and a search for receivers finds none.
         for part, senders in () if self._is_local else self._old_parts.items():
             self._send(shape, part, senders, draft)
         return ExchangePlan(
@@ -389,7 +391,7 @@ class _Planner:
     def _receive(self, shape: tuple[int, ...], part: Part, receivers: tuple[int, ...], draft: _DraftMoves) -> None:
         """Plan how this client's devices ``receivers``, which need the same new box, get it.
 
-        Where the client holds all terms of a box, each device copies it. Otherwise the first device gets the box and
+        If the client holds all terms of a box, each device copies the box. Otherwise the first device gets the box and
         forwards it to the others.
         """
         # Invariant: of a box, no byte comes to this client twice. So one device receives for all that need it.
@@ -438,7 +440,7 @@ class _Planner:
 
     def _local_sender(self, part: Part, receiver: int) -> int:
         devices = self._old_parts[part]
-        # The very device, where it holds the part: that copy crosses no bus, and may even be left out.
+        # The same device, if it holds the part: that copy crosses no bus, and may even be left out.
         same = self._same_device.get(receiver)
         return same if same in devices else devices[receiver % len(devices)]
 
@@ -447,7 +449,7 @@ def _same_devices(source: Mesh, target: Mesh, client: int) -> Mapping[int, int]:
     """Return, by a client's target device ids, the id of the same device in the source mesh."""
     if source == target:
         return {device: device for device in target.devices_of(client)}
-    # Ids are counted in each mesh by itself, so only the name tells that two meshes have a device in common.
+    # Each mesh counts ids separately, so only a name shows that two meshes share a device.
     by_name = {source.device_name(device): device for device in source.devices_of(client)}
     names = {device: target.device_name(device) for device in target.devices_of(client)}
     return {device: by_name[name] for device, name in names.items() if name in by_name}
@@ -464,7 +466,7 @@ def _move(source: int, target: int, box: Region) -> Move:
 
 
 def _in_order(moves: Iterable[Move]) -> tuple[Move, ...]:
-    # As `Move` sorts, without calling it for each comparison.
+    # The same order as `Move`'s, without a call of its comparison for each pair.
     return tuple(sorted(moves, key=attrgetter("target", "offset", "shape", "source")))
 
 

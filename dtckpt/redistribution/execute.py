@@ -74,10 +74,10 @@ class RedistributionPlan:
     Args:
         change: The change of layout.
         exchanges: One per layout on the path.
-        index_in_next: Per exchange, where its outputs stay within the outputs of the next exchange, by device; None if
-            they do not, and for the last exchange. See `BoxExchange.index_in`.
-        neutral_values: By device of the target, the value that fills its component in the end, where a value becomes
-            a term.
+        index_in_next: Per exchange, the place of its outputs within the outputs of the next exchange, by device; None
+            if they move, and for the last exchange. See `BoxExchange.index_in`.
+        neutral_values: By device of the target, the value that fills its component in the end, if a value becomes a
+            term.
     """
 
     change: LayoutChange
@@ -106,7 +106,8 @@ class RedistributionPlan:
             return [OutputBuffers(dict(into))]
         if index is None:
             return exchange.allocate_outputs() if isinstance(exchange, BoxExchange) else []
-        # From the back: the last exchange that shares the buffer allocates it, and those before get parts of parts.
+        # From the back: the last exchange that shares the buffer allocates it, and earlier exchanges get parts of
+        # parts.
         #     step 1 [ part ]  within  step 2 [ ....part.... ]  within  step 3 [ all ], allocated
         later = self.output_buffers(step + 1, into)
         return [*later, later[-1].within(index)]
@@ -120,7 +121,7 @@ class RedistributionPlan:
 
 
 def plan_redistribution(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype) -> RedistributionPlan:
-    """Return the plan of a change of layout, compiled when it is first asked for.
+    """Return the plan of a change of layout; compile it at the first call.
 
     Args:
         source: The layout before.
@@ -147,7 +148,7 @@ def _compile(change: LayoutChange, client: int, memory: str) -> RedistributionPl
     exchanges: list[Exchange] = []
     for before, after in itertools.pairwise((source, *path)):
         step = LayoutChange(before, after, shape, dtype)
-        # A client that has no device in this step is in no line of devices that a collective could run along.
+        # A client without a device in this step is in no line of devices of a collective.
         collective = find_collective(step) if step.device_type != "cpu" and step.client in step.clients else None
         exchanges.append(NativeExchange(step, collective) if collective else BoxExchange([step]))
     index_in_next = [
@@ -156,7 +157,7 @@ def _compile(change: LayoutChange, client: int, memory: str) -> RedistributionPl
     ]
     last = path[-1] if path else source
     neutral_values: dict[int, complex] = {}
-    # In mesh order: the last axis is reduced first, so the value that leaves its term alone counts.
+    # In mesh order: the last axis is reduced first, so the value that leaves the other term unchanged counts.
     for axis in (axis for axis in target.mesh.mesh_dim_names if axis in target.partial and axis not in last.partial):
         reduce_op = target.partial[axis]
         value = neutral_term(dtype) if reduce_op == "sum" else _NEUTRAL_VALUES.get(reduce_op)
@@ -176,8 +177,8 @@ def _merge(exchanges: tuple[BoxExchange, ...]) -> BoxExchange:
 def _fingerprint(plans: tuple[RedistributionPlan, ...]) -> int:
     """Return a number below 2**31 for the tags of all messages of some plans that run together.
 
-    Paths to different layouts may begin with the same exchange. Its messages must not be taken for messages of another
-    path, so the tags follow from the changes as a whole.
+    Paths to different layouts may begin with the same exchange. So the tags follow from all changes together: then a
+    client never takes a message of one path for a message of another.
     """
     return zlib.crc32(str([plan.change.fingerprint for plan in plans]).encode()) >> 1
 
@@ -191,7 +192,7 @@ class Redistribution:
         call: Watches over this client's waits; None if the host never waits.
         count: The number of the call among its clients; it keeps messages of different calls apart.
         into: Buffers for the new components of each. Components that are old ones are not copied there.
-        granted: The digest of the clients' agreements and assumptions; it keeps messages of different digests apart.
+        granted: The digest of the clients' agreements and assumptions. Messages of different digests never meet.
 
     Attributes:
         components: The new components of every tensor, by device id of its target mesh; complete after `wait`.
@@ -212,7 +213,7 @@ class Redistribution:
         self._transfers: list[Transfer] = []
         self._first_tag = (_fingerprint(tuple(plans)) ^ granted) + count * _TAGS_APART
         try:
-            # Messages may be under way, and would still write to buffers that are freed with this error.
+            # Messages may be under way, and would still write to buffers that this error frees.
             outputs = self._start(plans, tensors, into)
         except BaseException as error:
             self._break_off(error)
@@ -228,7 +229,7 @@ class Redistribution:
         buffers: list[list[OutputBuffers]] = [[] for _ in plans]
         for step in range(max((len(plan.exchanges) for plan in plans), default=0)):
             self._finish()
-            # To post messages may block, too: on the handshake with a new peer, and on the flight before.
+            # A post of messages may block, too: on the handshake with a new peer, and on the flight before.
             with self._call.watched() if self._call else nullcontext():
                 for members, exchange in _exchanges_of(plans, step):
                     for member in members:
@@ -256,7 +257,7 @@ class Redistribution:
         try:
             self._finish()
             if self._call is not None:
-                # Once: to validate also enters the call into the history of those that returned.
+                # Once: validation also enters the call into the history of returned calls.
                 call, self._call = self._call, None
                 call.validate()
         except DtckptError as error:
@@ -275,11 +276,10 @@ class Redistribution:
                 raise
 
     def _break_off(self, error: BaseException) -> None:
-        """Leave all memory alone from now on, also the memory of transfers that have not failed themselves.
+        """Stop all access to memory from now on, also for transfers that have not failed themselves.
 
         Raises:
-            DtckptError: The clients called no more already. This earlier error is why others have left, and says more
-                than ``error``.
+            DtckptError: The clients called no more already. This earlier error is the reason why others have left.
         """
         while self._transfers:
             self._transfers.pop().abandon()
@@ -290,8 +290,8 @@ class Redistribution:
                 raise earlier from error
 
     def __del__(self) -> None:
-        # Other clients wait for this client's messages, and for its part in their own requests, whether or not this
-        # program wants the result.
+        # Other clients wait for this client's messages, and for its part in their requests, even if this program drops
+        # the result.
         if self._error is not None:
             return
         try:
@@ -312,7 +312,7 @@ def _exchanges_of(plans: Sequence[RedistributionPlan], step: int) -> list[tuple[
         if isinstance(exchange, BoxExchange):
             mergeable.setdefault((exchange.clients, exchange.device_type), []).append(member)
         elif exchange is not None:
-            # Native collectives come first, on all clients: they have no tags, and are matched by their order alone.
+            # Native collectives come first on all clients: without tags, only their order matches them.
             result.append(([member], exchange))
     for members in mergeable.values():
         # In the order of the plans, which all clients share: the layout of the shared messages follows from it.
@@ -322,7 +322,7 @@ def _exchanges_of(plans: Sequence[RedistributionPlan], step: int) -> list[tuple[
 
 
 class LocalRedistribution:
-    """A redistribution in which no client needs anything from another; complete at once.
+    """A redistribution in which no client needs data of another; complete at once.
 
     Args:
         plans: One per tensor.
@@ -427,12 +427,12 @@ def redistribute_components(
         DtckptError: Another client failed, or asked for something else.
         CoordinationError: A client is gone.
     """
-    if _LOG.isEnabledFor(logging.DEBUG):  # before it starts, so that the log of a client that hangs tells where
+    if _LOG.isEnabledFor(logging.DEBUG):  # before it starts, so that the log of a client that hangs names the place
         for plan in plans:
             change = plan.change
             _LOG.debug("redistribute %s of %s: %r to %r", change.shape, change.dtype, change.source, change.target)
-    # Only a host that waits can notice that others ask for something else, so only such calls are counted. Under a
-    # fake process group no message is sent, and nothing is waited for.
+    # Only a host that waits can notice that others ask for another change, so only such calls are counted. Under a fake
+    # process group no client sends messages or waits.
     host_waits = any(not plan.is_local and plan.change.device_type == "cpu" for plan in plans) and not is_fake()
     if is_async and not host_waits and (gpus := _gpus(plans, tensors)):
         return EnqueuedRedistribution(plans, tensors, gpus)
@@ -466,15 +466,15 @@ def _plan_participation(
     """Plan this client's participation, with zeros, in changes that others ask for; see `disagreement.Planner`."""
     own = dist.get_rank()
     changes = changes_for(own)
-    # Through the same plans as the clients that ask for it in earnest: the messages must match theirs in size and tag.
+    # By the same plans as the clients that asked: the messages must match theirs in size and tag.
     plans = [_cached_plan(change) for change in changes]
 
     @cache
     def exchanges_of(client: int) -> list[tuple[Exchange, ...]]:
         return [_cached_plan(change).exchanges for change in changes_for(client)]
 
-    # Step by step: no client completes an exchange before the peers in it have begun it. So those that wait for this
-    # client are, after each step, also the peers of those that did before.
+    # Step by step: no client completes an exchange before its peers have begun it. So after each step, the peers of the
+    # clients that wait for this client also wait for it.
     waiting, clients = {own}, {client for change in changes for client in change.clients}
     for step in range(max((len(plan.exchanges) for plan in plans), default=0)):
         if waiting < clients:
@@ -495,12 +495,12 @@ def _zeros(change: LayoutChange) -> dict[int, torch.Tensor]:
 
 
 def count_local_call(asked: Sequence[disagreement.Asked], *, is_assumed: bool = False) -> None:
-    """Count a public call that could communicate and does not; see `disagreement.count_local_call`."""
+    """Count a public call that sends nothing this time; see `disagreement.count_local_call`."""
     disagreement.count_local_call(asked, _plan_participation, is_assumed=is_assumed)
 
 
 def report_error(error: DtckptError, meshes: Sequence[Mesh], *, is_numbered: bool = False) -> bool:
-    """Tell the clients of some meshes of an error that keeps this one from a redistribution between those meshes.
+    """Report an error that keeps this client from a redistribution to the clients of its meshes.
 
     Blocks: See `disagreement.report_error`; also for the arguments and the result.
     """

@@ -8,8 +8,8 @@
     +---------------+                | a large box or piece of it |        a large box travels alone
                                      +---------------------------+
 
-Each box of a shared message starts at a multiple of `ALIGNMENT` bytes. A very large box is cut into pieces before it
-comes here. Each piece is a separate message; it is packed, unpacked or reduced while the next is in flight.
+Each box of a shared message starts at a multiple of `ALIGNMENT` bytes. Callers cut a very large box into pieces. Each
+piece is a separate message, which a client packs, unpacks or reduces while the next piece is in flight.
 Sender and receiver derive the same format from the sizes of the boxes, without communicating.
 """
 
@@ -114,7 +114,8 @@ class MessageFormat:
     def pack(self, tensors: Sequence[Components], device: torch.device | None) -> torch.Tensor:
         """Return the message, contiguous, on ``device``, by default the device of the boxes.
 
-        One box that is contiguous on that device already is not copied: then the message is a view of the component.
+        If the message is one box, already contiguous on that device, the message is a view of the component, without a
+        copy.
         """
         first = raw_values(self.boxes[0].view_in(tensors))
         if len(self.boxes) == 1:
@@ -162,7 +163,7 @@ def group_boxes(sizes: Sequence[int]) -> Iterator[list[int]]:
         if size >= LARGE_NBYTES:
             yield [number]
             continue
-        # No group is empty here: without boxes before it, one small box is far below the bound.
+        # No group is empty here: a first small box is far below the bound.
         if nbytes + size > MESSAGE_NBYTES:
             yield numbers
             numbers, nbytes = [], 0

@@ -1,14 +1,14 @@
 """Run an exchange as one collective of the communication library: all-reduce, all-gather or reduce-scatter.
 
-Where every client has one device, an exchange along some axes of one mesh is the same collective in every line of
-devices along these axes. For a mesh of axes ``x=2, y=3`` and a gather along ``y``:
+If every client has one device, an exchange along some axes of one mesh is the same collective in every line of devices
+along these axes. For a mesh of axes ``x=2, y=3`` and a gather along ``y``:
 
               y ->
     x    [ 0  1  2 ]    one all-gather among clients 0, 1, 2
     |    [ 3  4  5 ]    another among clients 3, 4, 5
 
-`find_collective` tells from the layouts alone which collective an exchange is, so all members find the same one. Only
-dims that split evenly are considered.
+`find_collective` finds the collective of an exchange from the layouts alone, so all members find the same one. Only
+dims that split evenly count.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def find_collective(change: LayoutChange) -> NativeCollective | None:
     if len(differing) != 1:
         return None
     (dim,) = differing
-    # A gather drops the last axes that split the dim; a scatter adds some at the end, those that are reduced.
+    # A gather drops the last axes that split the dim. A scatter adds the reduced axes at the end.
     fine, coarse = (after[dim], before[dim]) if reduced else (before[dim], after[dim])
     tail = fine[len(coarse) :]
     finest = target if reduced else source
@@ -123,8 +123,8 @@ class NativeExchange:
             terms = [chunks[piece].contiguous() for piece in self._piece_of_member]
             work = self._collectives.reduce_scatter(output, terms, self._reduce_op)
             return NativeTransfer(self._device, output, work, self._divisor)
-        # Along an inner dim, parts of the output are not contiguous: those are received beside it, and copied in
-        # `finish`.
+        # Along an inner dim, parts of the output are not contiguous. Separate buffers receive such parts, and `finish`
+        # copies them.
         parts = [output.chunk(len(self._piece_of_member), dim)[piece] for piece in self._piece_of_member]
         buffers = [part if part.is_contiguous() else torch.empty_like(part).contiguous() for part in parts]
         work = self._collectives.all_gather(buffers, component.contiguous())
@@ -155,7 +155,7 @@ class NativeTransfer:
         self._output, self._work, self._divisor, self._unpack = output, work, divisor, unpack
 
     def abandon(self) -> None:
-        """Leave all memory alone from now on: the call has failed."""
+        """Stop all access to memory from now on: the call has failed."""
         self._work.abandon()
 
     def finish(self) -> list[dict[int, torch.Tensor]]:

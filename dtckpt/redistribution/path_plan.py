@@ -1,8 +1,8 @@
 """Plan the path of a redistribution: the layouts that a tensor goes through, with one exchange between each two.
 
-Any two layouts are one exchange apart. Layouts are put in between
+Any two layouts are one exchange apart. The plan puts layouts in between
 
-- where reductions of different kinds are pending: they do not commute, those along the last axes go first;
+- where reductions of different kinds are pending: they do not commute, so the last axes are reduced first;
 - where terms are reduced for several receivers: each piece is reduced once, then sent on, so no term travels twice:
 
       terms on 2 devices     scatter: each piece is reduced once     gather
@@ -44,8 +44,8 @@ def plan_path(
 ) -> Path:
     """Return the layouts that a tensor goes through after ``source``, up to the target's sharding.
 
-    The path leaves out the reductions that are pending in the target only. The caller makes their terms afterwards,
-    from the path's result.
+    The path leaves out reductions that are pending in the target only. The caller makes the terms of these reductions
+    afterwards, from the path's result.
 
     Args:
         source: The layout before.
@@ -57,13 +57,13 @@ def plan_path(
     """
     new = [axis for axis in target.partial if axis not in kept_axes(source, target)]
     is_mixed = len({reduction_kind(op) for op in target.partial.values()}) > 1
-    # Terms of different kinds are made of the whole value, all axes together.
+    # The caller makes terms of different kinds from the whole value, for all axes together.
     end = without(target, list(target.partial) if new and is_mixed else new)
     if is_rounded and _splits_average(source, end):
         end = without(target, target.partial)
     path: list[Layout] = []
     layout = source
-    # Averages and sums that stand together are one reduction, so that an average is rounded once.
+    # Neighbouring averages and sums are one reduction, so that an average is rounded once.
     kinds = itertools.groupby(reduced_axes(source, end), lambda axis: reduction_kind(source.partial[axis]))
     runs = [tuple(run) for _, run in kinds]
     for run in reversed(runs[1:]):

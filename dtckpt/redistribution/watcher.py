@@ -1,21 +1,21 @@
-"""The watcher: one thread of a client that looks after calls of redistribution in which clients wait for each other.
+"""The watcher: one thread of each client, for calls of redistribution in which clients wait for each other.
 
 Every `PATIENCE_S` it
 
 * polls for the calls in which threads of this client wait (`dtckpt.redistribution.disagreement`);
 * looks for new alarms (`dtckpt.redistribution.call_record`): somewhere, clients have waited in a call for that long.
 
-Its reaction to an alarm depends on how far this client is:
+The reaction to an alarm depends on the state of the call at this client:
 
     the call is in progress here        poll for it, as no thread may wait in it now (``async_op``)
     it has returned                     if others disagree in it: say so, take part with zeros, call no more
     the clients call no more            report the error of the group, take part with zeros
     it was not made yet                 if this client is *missing*: say so, take part with zeros, call no more
 
-**Missing.** A client is missing from a call if others wait for it there for the heartbeat timeout while the thread that
-makes its calls idles all the time. ``DTCKPT_HEARTBEAT_TIMEOUT_S`` sets the timeout, 60 s by default. An idle thread
-uses less than `IDLE_SHARE` of a core. A missing client waits for something else, perhaps for the very clients that wait
-for it. A client that computes is only slow. The timeout of the process group bounds the wait for it.
+**Missing.** A client is missing from a call if others wait for it there for the heartbeat timeout, and its calling
+thread idles all this time. ``DTCKPT_HEARTBEAT_TIMEOUT_S`` sets the timeout, 60 s by default. An idle thread uses less
+than `IDLE_SHARE` of a core. A missing client waits elsewhere, perhaps for the clients that wait for it. A client that
+computes is only slow. The timeout of the process group bounds the wait for a slow client.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PATIENCE_S = 0.25
 IDLE_SHARE = 0.1
 """A thread idles while it uses less than this part of the time of a core."""
 _SAMPLE_S = 1.0
-"""How often the time that a thread has used is read; the kernel counts it in steps of 10 ms."""
+"""Seconds between two readings of a thread's used time; the kernel counts this time in steps of 10 ms."""
 _CLIENTS_PER_LOOK = 1000
 """Beyond this many clients, each looks for alarms less often, so that the store can answer all of them."""
 
@@ -104,7 +104,7 @@ def _watch(plan: Planner) -> None:
         time.sleep(PATIENCE_S)
         # A copy, because threads enter and leave calls meanwhile.
         now = dict(_waiting)
-        # Only calls that waited at the last look already have waited for `PATIENCE_S`.
+        # A call has waited for `PATIENCE_S` only if it waited at the last look already.
         for number in seen & now.keys():
             try:
                 now[number].poll(time.monotonic())
@@ -173,7 +173,7 @@ class _Alarm:
         self._idle: _IdleTime | None = None
 
     def is_over(self, now: float) -> bool:
-        """Do this client's part; return whether no more is to be done."""
+        """Do this client's part; return whether this part is complete."""
         history = call_history.history_of(self._group)
         if not self._has_said:
             if (call := history.call(self._number)) is not None:
@@ -212,7 +212,7 @@ class _Alarm:
 
 
 class _IdleTime:
-    """For how long a thread has idled."""
+    """Measures for how long a thread has idled."""
 
     def __init__(self, now: float, thread: threading.Thread) -> None:
         self._thread = thread
@@ -240,7 +240,7 @@ def _used_s(thread: threading.Thread) -> float:
 
 
 def _place_of(thread: threading.Thread) -> str:
-    """Return where in the program a thread is, outside of this library and PyTorch."""
+    """Return the place in the program where a thread is, outside of this library and PyTorch."""
     frame: Any = sys._current_frames().get(thread.ident or 0)
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "dtckpt"):
         frame = frame.f_back

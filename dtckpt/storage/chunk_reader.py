@@ -120,7 +120,7 @@ def content(read: Any, nbytes: int) -> bytes:
     except FileNotFoundError:
         raise MalformedError("the chunk is missing") from None
     # TensorStore reports a missing file as a result, not as an error.
-    if isinstance(result, tensorstore().KvStore.ReadResult):
+    if not isinstance(result, bytes) and isinstance(result, tensorstore().KvStore.ReadResult):
         result = result.value if result.state == "value" else b""
     if len(result) != nbytes:
         raise MalformedError(f"the chunk is missing or cut short: got {len(result)} bytes, expected {nbytes}")

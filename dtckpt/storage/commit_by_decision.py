@@ -305,6 +305,24 @@ class ObjectStoreTarget(CommitTarget):
             raise taken_over_error(self.where)
 
     @override
+    @contextmanager
+    def resume(self, token: str) -> Iterator[ObjectStoreAttempt]:
+        # Several processes may go on with one attempt: they write the same objects, and the commit counts once.
+        attempt = self._left_attempt(token) or self.begin(token)
+        with attempt.keep_alive():
+            yield attempt
+
+    def _left_attempt(self, token: str) -> ObjectStoreAttempt | None:
+        """Return the newest attempt, if its token is this one, and it is neither committed nor given up."""
+        with translate_errors("look for an earlier attempt", self.where):
+            newest = max(self._register.attempts(), default="")
+            # Not an older one: a newer one has given it up, or will.
+            if newest.partition("-")[2] != token or self._register.decision(newest):
+                return None
+            self._register.renew(newest)
+            return ObjectStoreAttempt(self._register, newest, is_seen=True)
+
+    @override
     def join(self, token: str) -> ObjectStoreAttempt:
         return ObjectStoreAttempt(self._register, token)
 

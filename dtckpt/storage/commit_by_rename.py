@@ -32,6 +32,7 @@ from types import MappingProxyType
 from typing_extensions import override
 
 from dtckpt.errors import (
+    CheckpointConflictError,
     CheckpointExistsError,
     CheckpointIncompleteError,
     CheckpointNotFoundError,
@@ -387,6 +388,18 @@ class DirectoryTarget(CommitTarget):
     @override
     def begin(self, token: str) -> DirectoryAttempt:
         return DirectoryAttempt(begin(self.where, token))
+
+    @override
+    @contextmanager
+    def resume(self, token: str) -> Iterator[DirectoryAttempt]:
+        directory = begin_shared(self.where, token)
+        with ExitStack() as stack:
+            with translate_errors("lock the directory under construction", self.where):
+                is_mine = stack.enter_context(lock_directory(directory.path))
+            # The other process may also have committed, between the two lines above.
+            if not is_mine or not is_own(directory):
+                raise CheckpointConflictError(f"another process is copying to {self.where}; wait until it has ended")
+            yield DirectoryAttempt(directory)
 
     @override
     def join(self, token: str) -> DirectoryAttempt:

@@ -97,6 +97,19 @@ class CommitTarget(Protocol):
         """
         ...
 
+    def resume(self, token: str) -> AbstractContextManager[CommitAttempt]:
+        """Begin an attempt alone, in a context, or go on with the files of the attempt that a dead process left.
+
+        The files stay if the context ends without a commit, so that a later call finds them.
+
+        Args:
+            token: The digest of the content: equal tokens promise equal files.
+
+        Raises:
+            CheckpointConflictError: Another process of this token is at work, as far as storage tells.
+        """
+        ...
+
     def join(self, token: str) -> CommitAttempt:
         """Return the attempt of that token, which the leader has begun. Called by the other clients."""
         ...

@@ -21,6 +21,9 @@ from dtckpt.storage.url import Url
 class Folder(Protocol):
     """Files by name below one path or URL. Names may hold slashes."""
 
+    confirms_writes: bool = False
+    """Whether storage compares a digest of the bytes of each write before it confirms the write."""
+
     def __truediv__(self, name: str) -> Self:
         """Return a folder below this one."""
         ...

@@ -35,7 +35,7 @@ from typing import Any, Self
 from typing_extensions import override
 
 from dtckpt.storage import fsync
-from dtckpt.storage.failures import MalformedError
+from dtckpt.storage.failures import NOT_A_FILE, MalformedError
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.regular_files import open_regular, regular_nbytes, too_long_error
 
@@ -45,6 +45,8 @@ EXCHANGE = 2
 """Flag of a rename after which two files or directories have each other's names."""
 UNSUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 """Error numbers of systems that do not support a flag."""
+MAX_DEPTH = 520
+"""Directories in each other that a walk enters: a name of a tensor has at most 1024 bytes."""
 _DRAFT_SUFFIX = ".draft"
 _DRAFT_NAME = re.compile(r"\..+\.[0-9a-f]{16}\.draft", re.DOTALL)
 _AT_FDCWD = -100
@@ -67,26 +69,45 @@ class LocalFolder(Folder):
     Args:
         base: A directory, by a path that the user chose.
         below: Names of directories from there on, one in the other.
+        shown: The path of the base directory in messages, if that is another one.
     """
 
-    def __init__(self, base: Path, *below: str) -> None:
+    def __init__(self, base: Path, *below: str, shown: Path | None = None) -> None:
         self.path = base.joinpath(*below)
         self._base = base
         self._below = below
+        self._shown = shown or base
+        self._anchor: _Anchor | None = None
 
     def __str__(self) -> str:
-        return str(self.path)
+        return str(self._shown.joinpath(*self._below))
 
     def __truediv__(self, name: str) -> Self:
-        return type(self)(self._base, *self._below, *name.split("/"))
+        inner = copy(self)
+        inner._below = (*self._below, *name.split("/"))
+        inner.path = self._base.joinpath(*inner._below)
+        return inner
 
-    def hold(self) -> LocalFolder:
+    def hold(self, *, follow: bool = True) -> LocalFolder:
         """Return this very directory, whatever takes its name later or removes it.
 
+        It stays open as long as the returned folder, or a folder below it, lives.
+
+        Args:
+            follow: Whether the base directory may be a link.
+
         Raises:
+            NotADirectoryError: A link has the directory's name.
             OSError: There is no such directory, or the system does not name open files by ``/proc``.
         """
-        return _HeldFolder(self)
+        own = self if follow or self._below else LocalFolder(self._base.parent, self._base.name)
+        with own._opened() as descriptor:
+            anchor = _Anchor(os.dup(descriptor))
+        held = LocalFolder(Path(f"/proc/self/fd/{anchor.descriptor}"), shown=Path(str(self)))
+        held._anchor = anchor
+        with held._opened():
+            pass
+        return held
 
     @contextmanager
     def _opened(self, below: Sequence[str] = ()) -> Iterator[int]:
@@ -122,19 +143,22 @@ class LocalFolder(Folder):
     @override
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         descriptor, nbytes = open_regular(f"{self.path}/{name}")
-        with open(descriptor, "rb") as file:
+        try:
             # The size bounds the read: Python allocates as many bytes as it is asked for, however short the file is.
-            file.seek(start)
-            return file.read(max(0, (nbytes if stop is None else min(stop, nbytes)) - start))
+            return _pread(descriptor, start, nbytes if stop is None else min(stop, nbytes))
+        finally:
+            os.close(descriptor)
 
     @override
     def read_whole(self, name: str, most: int) -> bytes:
         descriptor, nbytes = open_regular(f"{self.path}/{name}")
-        with open(descriptor, "rb") as file:
+        try:
             # The size of the open file: a save may have replaced the one at this path.
             if nbytes > most:
                 raise too_long_error(name, most)
-            return file.read(nbytes)
+            return _pread(descriptor, 0, nbytes)
+        finally:
+            os.close(descriptor)
 
     @override
     def find_short_file(self, sizes: Mapping[str, int]) -> str | None:
@@ -151,7 +175,54 @@ class LocalFolder(Folder):
     @override
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of entries of this very directory that begin with ``prefix``, sorted."""
-        return sorted(entry.name for entry in self.path.iterdir() if entry.name.startswith(prefix))
+        return sorted(name for name in os.listdir(self.path) if name.startswith(prefix))
+
+    def open_file(self, name: str) -> int:
+        """Open a regular file for reading; return its descriptor. A link below the base directory is not followed.
+
+        So a copy of a directory that a stranger prepared takes along no file from elsewhere.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            NotADirectoryError: A link has the name of a folder.
+            MalformedError: The name leads to a link, or to something other than a regular file.
+        """
+        with self._entry(name) as (folder, last):
+            try:
+                descriptor = os.open(last, os.O_RDONLY | _LOCK, dir_fd=folder)
+            except OSError as error:
+                if error.errno in NOT_A_FILE:
+                    raise MalformedError(f"{self}/{name} is a link, or no regular file") from None
+                raise
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise MalformedError(f"{self}/{name} is no regular file")
+        return descriptor
+
+    def inode(self, name: str) -> tuple[int, int]:
+        """Return device and inode of an entry, which tell it from a later entry of its name."""
+        with self._entry(name) as (folder, last):
+            status = os.lstat(last, dir_fd=folder)
+            return status.st_dev, status.st_ino
+
+    def walk(self) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield name and status of each regular file below this directory; links are passed over, not followed.
+
+        Raises:
+            NotADirectoryError: The directory is a link.
+            OSError: A directory cannot be read.
+        """
+        pending: list[tuple[str, ...]] = [()]
+        while pending:  # not by recursion: a stranger's directories may be deeper than Python's stack
+            below = pending.pop()
+            with self._opened(below) as folder:
+                for name in sorted(os.listdir(folder)):
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        status = os.lstat(name, dir_fd=folder)
+                        if stat.S_ISREG(status.st_mode):
+                            yield "/".join([*below, name]), status
+                        elif stat.S_ISDIR(status.st_mode) and len(below) < MAX_DEPTH:
+                            pending.append((*below, name))
 
     # --- writing ------------------------------------------------------------------------------------------------
 
@@ -223,6 +294,40 @@ class LocalFolder(Folder):
             os.rename(draft, last, src_dir_fd=folder, dst_dir_fd=folder)
 
     @contextmanager
+    def rewrite(self, name: str) -> Iterator[int]:
+        """Write a new file in the place of a file: as a draft, which is synced and renamed when the context ends well.
+
+        Yields:
+            The descriptor of the draft, to write and to read.
+        """
+        with self._draft(name, b"") as (folder, draft, last):
+            descriptor = os.open(draft, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+            try:
+                yield descriptor
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+            os.rename(draft, last, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
+
+    def link(self, name: str, other: LocalFolder, other_name: str) -> None:
+        """Give a file of another directory a further name here, in the place of whatever has the name. Durable.
+
+        Raises:
+            OSError: The file system has no hard links, or the other directory is on another one.
+        """
+        with self._entry(name) as (folder, last), other._entry(other_name) as (other_folder, other_last):
+            draft = _draft_name(last)
+            try:
+                os.link(other_last, draft, src_dir_fd=other_folder, dst_dir_fd=folder, follow_symlinks=False)
+                os.rename(draft, last, src_dir_fd=folder, dst_dir_fd=folder)
+            finally:
+                # A rename of one name of a file to another name of it does nothing, so the draft may be left.
+                with suppress(OSError):
+                    os.unlink(draft, dir_fd=folder)
+            os.fsync(folder)
+
+    @contextmanager
     def _draft(self, name: str, data: bytes) -> Iterator[tuple[int, str, str]]:
         """Write a draft beside a file, and remove it at the end, if it is still there.
 
@@ -230,7 +335,7 @@ class LocalFolder(Folder):
             The descriptor of their directory; the names of the draft and of the file there.
         """
         with self._entry(name) as (folder, last):
-            draft = f".{last.lstrip('.')}.{secrets.token_hex(8)}{_DRAFT_SUFFIX}"
+            draft = _draft_name(last)
             try:
                 _fill(os.open(draft, _NEW_FILE, 0o666, dir_fd=folder), data)
                 yield folder, draft, last
@@ -353,33 +458,6 @@ class LocalFolder(Folder):
                             os.unlink(name, dir_fd=folder)
 
 
-class _HeldFolder(LocalFolder):
-    """A directory that stays open as long as this folder, or one below it, lives.
-
-    Args:
-        folder: The directory.
-    """
-
-    def __init__(self, folder: LocalFolder) -> None:
-        with folder._opened() as descriptor:
-            self._anchor = _Anchor(os.dup(descriptor))
-        super().__init__(Path(f"/proc/self/fd/{self._anchor.descriptor}"))
-        self._where = folder.path
-        with self._opened():
-            pass
-
-    @override
-    def __str__(self) -> str:
-        return str(self._where)
-
-    @override
-    def __truediv__(self, name: str) -> Self:
-        inner = copy(self)
-        inner._below = (*self._below, *name.split("/"))
-        inner.path, inner._where = self.path / name, self._where / name
-        return inner
-
-
 class _Anchor:
     """A descriptor that is closed when the last folder that has it is gone."""
 
@@ -444,6 +522,20 @@ def _new_file(name: str, folder: int) -> int:
     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
 
 
+def _pread(descriptor: int, start: int, stop: int) -> bytes:
+    """Return bytes of an open file; fewer where it ends before. The kernel reads up to 2 GiB at a time."""
+    if start >= stop:
+        return b""
+    data = os.pread(descriptor, stop - start, start)
+    parts = [data]
+    position = start + len(data)
+    while data and position < stop:
+        data = os.pread(descriptor, stop - position, position)
+        parts.append(data)
+        position += len(data)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
 def _fill(descriptor: int, data: bytes) -> None:
     with open(descriptor, "wb") as file:
         file.write(data)
@@ -479,6 +571,15 @@ def _is_there(name: str, folder: int) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def is_draft(name: str) -> bool:
+    """Whether a file's name is a draft's; a process that died may have left it."""
+    return _DRAFT_NAME.fullmatch(name.rpartition("/")[2]) is not None
+
+
+def _draft_name(name: str) -> str:
+    return f".{name.lstrip('.')}.{secrets.token_hex(8)}{_DRAFT_SUFFIX}"
 
 
 def _kind_error(number: int, name: str, kind: str) -> OSError:

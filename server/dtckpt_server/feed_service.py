@@ -20,7 +20,7 @@ from dtckpt._proto import feeds_pb2_grpc as pb_grpc
 from dtckpt.coordination.feeds import events
 from dtckpt.coordination.feeds.state import Feed, Version
 from dtckpt.coordination.feeds.tickets import Claim, make_ticket
-from dtckpt.coordination.feeds.transitions import SOME
+from dtckpt.coordination.feeds.transitions import SOME, told_uses
 from dtckpt_server.answers import PAGE_ENTRIES, Page
 from dtckpt_server.service import CoordinatorService, answered, authorization, to_identity, waits_for_feed
 from dtckpt_server.tokens import ANY_JOB
@@ -245,7 +245,8 @@ def feed_status(feed: Feed, now: float) -> pb.FeedStatus:
         versions=[_version_status(version, now) for version in feed.versions.values()],
         latest=[
             pb.ReaderStatus(reader=reader, number=number, outcome=outcome)
-            for reader, (number, outcome) in feed.latest.items()
+            for reader, use in list(feed.latest.items())[-SOME:]
+            for number, outcome in told_uses(use)
         ],
     )
 

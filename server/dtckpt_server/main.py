@@ -31,6 +31,8 @@ EXIT_INTERNAL = 70
 DEFAULT_HEALTH_PORT = 50052
 TOKENS_VARIABLE = "DTCKPT_COORDINATOR_SERVE_TOKENS"
 """Variable with the tokens themselves. Not an option, because every user of the host can see arguments."""
+PARENT_POLL_S = 0.25
+"""How often a coordinator that ends with its parent looks whether that is gone."""
 
 COLLECTIONS = (700, 10, 1000)
 """Thresholds of Python's cycle collector: for young objects as by default, for all objects a hundredth as often. With
@@ -45,8 +47,18 @@ def _write_port(path: Path, port: int) -> None:
     scratch.replace(path)
 
 
-async def run(config: ServerConfig, port_file: Path | None = None) -> int:
+async def _parent_ends(parent: int) -> None:
+    while os.getppid() == parent:
+        await asyncio.sleep(PARENT_POLL_S)
+
+
+async def run(config: ServerConfig, port_file: Path | None = None, parent: int | None = None) -> int:
     """Serve until SIGTERM or SIGINT; a second signal ends at once.
+
+    Args:
+        config: How to serve.
+        port_file: A file for the port.
+        parent: Number of the process whose end ends this one, too.
 
     Returns:
         The exit code, 128 and the signal's number; 70 if it failed to stop in order. The code is not 0 because a
@@ -69,6 +81,9 @@ async def run(config: ServerConfig, port_file: Path | None = None) -> int:
         click.echo(f"metrics on http://{address(config.host, server.metrics_port)}/metrics")
     stopping = asyncio.ensure_future(signals.get())
     failing = asyncio.ensure_future(server.wait_for_failure())
+    if parent is not None:
+        orphaned = asyncio.ensure_future(_parent_ends(parent))
+        orphaned.add_done_callback(lambda _: signals.put_nowait(signal.SIGHUP))
     await asyncio.wait([stopping, failing], return_when=asyncio.FIRST_COMPLETED)
     logger.info("shutting down")
     again = asyncio.ensure_future(signals.get())
@@ -174,6 +189,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="Calls and messages of one owner in a second.",
 )
 @click.option("--reflection", is_flag=True, help="Describe the services to whoever asks (grpcurl).")
+@click.option("--parent", type=_COUNT, help="Stop when the process of this number is no longer the parent.")
 def serve(
     *,
     insecure: bool,
@@ -190,6 +206,7 @@ def serve(
     max_owner_streams: int,
     max_owner_calls: int,
     max_owner_requests_per_s: int,
+    parent: int | None,
     **options: object,
 ) -> None:
     """Serve until SIGTERM: with a certificate (--tls-cert, --tls-key), or --insecure."""
@@ -218,7 +235,7 @@ def serve(
             health_port=DEFAULT_HEALTH_PORT if tls and health_port is None else health_port,
             **options,  # type: ignore[arg-type]
         )
-        sys.exit(asyncio.run(run(config, port_file)))
+        sys.exit(asyncio.run(run(config, port_file, parent)))
     except (ConfigError, DependencyError, OSError) as error:
         click.echo(f"dtckpt-coordinator: error: {error}", err=True)
         sys.exit(EXIT_UNAVAILABLE if isinstance(error, OSError) else EXIT_USAGE)

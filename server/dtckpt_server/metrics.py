@@ -39,6 +39,8 @@ MAX_SERIES_NBYTES = 900 << 10
 """Bound of the text of all jobs' series; the other series take less than 100 KiB."""
 JOB_LINES, BARRIER_LINES, LINE_NBYTES = 24, 2, 110
 """Lines of a job, more lines for each kind and outcome of its barriers, and the length of a line without the job."""
+NEWEST, OLDER, NONE = USES = "newest", "older", "none"
+"""The version that a reader of a feed uses."""
 OTHERS = ""
 """Label of all jobs that have no separate series."""
 JOBS_AT_ONCE = 64
@@ -164,6 +166,11 @@ class Metrics:
         ]
 
 
+def _use_of(applied: int, feed: Feed) -> str:
+    newest = feed.newest
+    return NONE if not applied else NEWEST if newest is None or applied >= newest.number else OLDER
+
+
 def _of_feeds(feeds: Collection[Feed], now: float) -> Iterator[Metric]:
     """Count the feeds, their versions by state, leases and holders; and how old the feeds' newest versions are."""
     versions = [version for feed in feeds for version in feed.versions.values()]
@@ -173,9 +180,14 @@ def _of_feeds(feeds: Collection[Feed], now: float) -> Iterator[Metric]:
         by_state.add_metric((state,), states[state])
     newest = [version for feed in feeds if (version := feed.newest) is not None]
     age_s = max((now - (version.readable_at or now) for version in newest), default=0.0)
+    uses = Tally(_use_of(use.applied, feed) for feed in feeds for use in feed.latest.values())
+    by_use = GaugeMetricFamily(PREFIX + "feed_readers", "Readers, by the version that they use.", labels=("uses",))
+    for kind in USES:
+        by_use.add_metric((kind,), uses[kind])
     num_leases = sum(len(version.leases) for version in versions)
     num_holders = sum(len(version.holders) for version in versions)
     yield by_state
+    yield by_use
     yield GaugeMetricFamily(PREFIX + "feeds", "Feeds that are open.", len(feeds))
     yield GaugeMetricFamily(PREFIX + "feed_leases", "Live leases of readers.", num_leases)
     yield GaugeMetricFamily(PREFIX + "feed_holders", "Clients of readers that serve a version on.", num_holders)

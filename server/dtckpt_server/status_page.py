@@ -21,6 +21,7 @@ from prometheus_client.exposition import choose_encoder
 
 from dtckpt import errors
 from dtckpt.coordination.feeds.state import Feed, Version
+from dtckpt.coordination.feeds.transitions import told_uses
 from dtckpt_server.metrics import Metrics
 from dtckpt_server.rules import Rules
 from dtckpt_server.state import Job
@@ -119,7 +120,9 @@ def _job_html(rules: Rules, job: Job, now: float) -> str:
 def _feed_html(feed: Feed, now: float) -> str:
     versions = sorted(feed.versions.values(), key=lambda version: -version.number)
     header = ("version", "step", "state", "age", "parts", "bytes", "readers", "holders", "read by")
-    ended = ", ".join(f"{reader}: {outcome} {number}" for reader, (number, outcome) in feed.latest.items())
+    ended = ", ".join(
+        f"{reader}: {outcome} {number}" for reader, use in feed.latest.items() for number, outcome in told_uses(use)
+    )
     return "\n".join(
         [
             f"<h2>feed {escape(feed.name)}</h2><p>published by {escape(feed.owner)}, attempt {feed.attempt}, keeps "

@@ -46,3 +46,15 @@ def nothing_in_flight():
     if save_handle._latest is not None:
         save_handle._latest.wait(30)
     save_handle._latest = None
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the command in this process; return its exit code and what it printed."""
+    from dtckpt.cli.main import main
+
+    def call(*args):
+        capsys.readouterr()
+        return main([*map(str, args)]), capsys.readouterr()
+
+    return call

@@ -1,10 +1,13 @@
 """docs/events.md names every JSON event of every command, with its keys."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from safetensors.torch import save_file
 from support.coordinators import running_server
 from support.states import packed, tensor_of
@@ -42,6 +45,19 @@ def root(tmp_path):
     return tmp_path
 
 
+def damaged_root(root):
+    """Copy the damaged checkpoint into a root; return the root."""
+    shutil.copytree(root / "damaged", root / "damaged_run" / "step_00000001")
+    return root / "damaged_run"
+
+
+def key_in(folder):
+    """Write a private key; return its path."""
+    key = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (folder / "key.pem").write_bytes(key)
+    return folder / "key.pem"
+
+
 def lines(root):
     """Yield arguments that together make every event but those of `status`."""
     step, other = root / "run" / "step_00000001", root / "run" / "step_00000002"
@@ -61,6 +77,10 @@ def lines(root):
     yield "reshard", step, root / "newer", "--mesh", "x=2", "--workers", "1"
     yield "convert", root / "model.safetensors", root / "converted"
     yield "simulate", "llama-3-8b", "--mesh", "dp=2,tp=2", "--to-mesh", "x=2"
+    yield "copy", root / "run", root / "copies"
+    yield "scrub", root / "run"
+    yield "scrub", damaged_root(root)
+    yield "sign", step, "--key", key_in(root)
     yield "cat", root / "nothing", "w"
 
 

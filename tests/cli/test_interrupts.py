@@ -30,6 +30,8 @@ COMMANDS = {
     "convert to safetensors": ["convert", "run/step_00000010", "new", "--to", "safetensors"],
     "convert torch": ["convert", "model.pt", "new"],
     "reshard": ["reshard", "run/step_00000010", "new", "--mesh", "x=4", "--quiet"],
+    "copy": ["copy", "run", "new", "--quiet"],
+    "scrub": ["scrub", "run", "--json"],
     "verify": ["verify", "run/step_00000010"],
     "diff": ["diff", "run/step_00000010", "run/step_00000020"],
     "cat": ["cat", "run/step_00000010", "w", "--stats"],

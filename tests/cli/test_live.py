@@ -87,7 +87,7 @@ def test_feeds_as_text(run, port):
     assert facts[-5:] == ["1/1", str(NBYTES), "B", "0", "0"]
     assert older.split()[1:3] == ["10", "readable"]
     assert ended[0].startswith("trainer#command-")
-    assert ended[0].endswith(f"/client 0: applied version {number}")
+    assert ended[0].endswith(f"/client 0: fetched version {number}")
 
 
 def test_feeds_as_json(run, port):

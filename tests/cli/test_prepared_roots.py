@@ -12,6 +12,7 @@ import torch
 from support.shares import share
 
 import dtckpt
+from dtckpt.checkpoint.copying.scrub_state import STATE_NAME
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME
 from dtckpt.checkpoint.managing.root import MANAGERS, root_of
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER
@@ -72,6 +73,7 @@ def sound_root(tmp_path_factory):
     )
     (root / STATUS_NAME).write_bytes(status.to_bytes())
     claim_identity(root_of(root).folder, str(root), "0123abcd")
+    dtckpt.scrub(root, bytes_per_day=1)
     return root
 
 
@@ -124,6 +126,7 @@ def _check_commands(run, root):
         ["gc", "--keep-newer-s", "3600", "--json"],
         ["tiers"],
         ["tiers", "--json"],
+        ["scrub", "--json"],
     ):
         result = run(command[0], root, *command[1:])
         assert result.code in (ExitCode.OK, ExitCode.FAILED), (command, result)
@@ -155,6 +158,7 @@ FILES = {
     "run": f"{RUNS_FOLDER}/*",
     "tiers": STATUS_NAME,
     "identity": IDENTITY_NAME,
+    "scrub": STATE_NAME,
 }
 
 

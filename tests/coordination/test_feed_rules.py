@@ -10,6 +10,7 @@ from dtckpt.coordination.feeds import events as feeds
 from dtckpt.coordination.feeds import rules as feed_rules
 from dtckpt.coordination.feeds.rules import FeedRules, MemoryLimit
 from dtckpt.coordination.feeds.state import LOST, READABLE, RETIRING
+from dtckpt.coordination.feeds.transitions import told_uses
 from dtckpt.coordination.task_identity import Identity
 
 LEASE_S = 10.0
@@ -291,6 +292,39 @@ def test_everything_is_bounded(monkeypatch):
     assert world.limit.taken == 0
 
 
+def test_uses_of_versions(world):
+    """A version that was fetched is in use when its reader says so, and only for the lease that the reader had."""
+    engine = Identity("engine", 0, 9)
+
+    def say(lease, outcome, who=engine):
+        world.happen(feeds.Done(who, "f", lease, outcome))
+        use = world.rules.feeds["f"].latest["engine"]
+        return use.number - FLOOR, use.outcome, max(use.applied - FLOOR, -1)
+
+    for number in range(4):
+        world.publish(FLOOR + number)
+        world.subscribe(engine, number + 1)
+        if number == 0:
+            assert say(1, feeds.FETCHED) == (0, "fetched", -1)
+            assert say(1, feeds.APPLIED, Identity("stranger", 0, 9)) == (0, "fetched", -1)
+            assert say(99, feeds.APPLIED) == (0, "fetched", -1)
+            for _ in range(2):  # it may come twice
+                assert say(1, feeds.APPLIED) == (0, "applied", 0)
+            assert say(1, feeds.FETCHED) == (0, "applied", 0)
+        elif number == 1:
+            assert say(2, feeds.FETCHED) == (1, "fetched", 0)
+            assert say(1, feeds.APPLIED) == (1, "fetched", 0)  # late
+            assert told_uses(world.rules.feeds["f"].latest["engine"]) == [(FLOOR, "applied"), (FLOOR + 1, "fetched")]
+        elif number == 2:
+            assert say(3, feeds.FETCHED) == (2, "fetched", 0)
+            assert say(3, feeds.APPLIED) == (2, "applied", 2)
+            assert say(3, feeds.FAILED) == (2, "failed", -1)  # another client: it has no whole version
+            assert say(3, feeds.APPLIED) == (2, "failed", -1)
+        else:
+            assert say(4, feeds.FAILED) == (3, "failed", -1)
+            assert say(4, feeds.APPLIED) == (3, "failed", -1)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
@@ -305,7 +339,7 @@ def test_everything_is_bounded(monkeypatch):
         (lambda who: feeds.PutPart(who, "a", 0, 1, b"x" * 1025, b"", 1), "endpoint is too long: got 1025"),
         (lambda who: feeds.Subscribe(who, "a", "g" * 129, 1), "group is too long"),
         (lambda who: feeds.Subscribe(who, "a", "", 0), "has no id"),
-        (lambda who: feeds.Done(who, "a", 1, "fine"), "expected applied, skipped, failed"),
+        (lambda who: feeds.Done(who, "a", 1, "fine"), "expected applied, fetched, skipped, failed"),
         (lambda who: feeds.Serve(who, "a", 1, b"", b"", b"x" * 4097, True, 1), "pieces is too long"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-FOLDERS = ("overlays/standalone", "overlays/sidecar", "overlays/jobset", "overlays/local-tier", "reshard")
+FOLDERS = ("overlays/standalone", "overlays/sidecar", "overlays/jobset", "overlays/local-tier", "reshard", "scrub")
 
 
 def render(folder: Path) -> list[dict[str, Any]]:
@@ -69,5 +69,8 @@ def pods_of(objects: list[dict[str, Any]]) -> Iterator[Pod]:
             yield Pod(name, spec["template"], None)
         if each["kind"] == "Job":
             yield Pod(name, spec["template"], spec)
+        if each["kind"] == "CronJob":
+            job = spec["jobTemplate"]["spec"]
+            yield Pod(name, job["template"], job)
         for part in spec.get("replicatedJobs", []):
             yield Pod(f"{name}-{part['name']}-0", part["template"]["spec"]["template"], part["template"]["spec"])

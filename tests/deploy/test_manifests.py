@@ -422,3 +422,29 @@ def test_the_reshard_job_repeats_only_what_may_succeed():
     assert failed["onExitCodes"] == {"containerName": "reshard", "operator": "In", "values": sorted(final)}
     assert pod.spec["restartPolicy"] == "Never"  # what podFailurePolicy asks for
     assert pod.job["completionMode"] == "Indexed"
+
+
+# --- scrub --------------------------------------------------------------------------------------------------------
+
+
+def test_the_scrub_job_is_a_command_that_works():
+    pod = one(pods_of(OBJECTS["scrub"]))
+    container = pod.containers["scrub"]
+    name, *arguments = container["args"]
+    params = cli.commands[name].make_context(name, arguments).params
+    assert parse_size(params["bytes_per_day"]) > parse_size(params["max_rate"])
+    mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
+    places = {
+        path: next(mount for mount in mounts if path.startswith(f"{mount}/"))
+        for path in (params["root"], params["source"])
+    }
+    assert [mounts[mount] for mount in places.values()] == [False, True]
+
+
+def test_the_scrub_job_repeats_only_what_may_succeed():
+    (cron,) = of_kind("scrub", "CronJob")
+    assert cron["spec"]["concurrencyPolicy"] == "Forbid"  # another run would be refused
+    disrupted, failed = cron["spec"]["jobTemplate"]["spec"]["podFailurePolicy"]["rules"]
+    assert (disrupted["action"], failed["action"]) == ("Ignore", "FailJob")
+    final = {ExitCode.FAILED, ExitCode.USAGE, ExitCode.NOT_FOUND, ExitCode.CONFLICT}
+    assert failed["onExitCodes"] == {"containerName": "scrub", "operator": "In", "values": sorted(final)}

@@ -154,6 +154,33 @@ def test_feeds_in_metrics(world):
     assert world.value("feed_leases") == world.value("feed_holders") == 0
 
 
+def test_uses_of_versions(world):
+    """Metrics and page tell what readers use, and not what they have only fetched."""
+    publish(world)
+    engine = events.Identity("engine", 0, 1)
+
+    def uses():
+        return [int(world.value("feed_readers", uses=kind)) for kind in ("newest", "older", "none")]
+
+    assert uses() == [0, 0, 0]
+    world.happen(feeds.Done(engine, "policy", 7, feeds.FETCHED))
+    assert uses() == [0, 0, 1]
+    world.happen(feeds.Done(engine, "policy", 7, feeds.APPLIED))
+    assert uses() == [1, 0, 0]
+    trainers = [events.Identity("trainer", task, task + 1) for task in range(2)]
+    world.happen(feeds.Announce(trainers[0], "policy", 0, 1001, 71, 2, b"tree", 30.0))
+    for each in trainers:
+        world.happen(feeds.PutPart(each, "policy", 0, 1001, b"tcp://x", b"digest", 1 << 20, "host"))
+    assert uses() == [0, 1, 0]
+    world.happen(feeds.Subscribe(engine, "policy", "left", 8))
+    world.happen(feeds.Done(engine, "policy", 8, feeds.FETCHED))
+    assert uses() == [0, 1, 0]
+    page = status_page.status_page(world.rules, world.now)
+    assert "ended last: engine/left: applied 1000, engine/left: fetched 1001" in page
+    world.happen(feeds.Done(engine, "policy", 8, feeds.APPLIED))
+    assert uses() == [1, 0, 0]
+
+
 def test_feeds_on_the_status_page(world):
     publish(world)
     page = status_page.status_page(world.rules, world.now)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-import trustme
 from click.testing import CliRunner
 from dtckpt_server.main import main
 from dtckpt_server.tls import TlsFiles
 from dtckpt_server.tokens import Tokens
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from support.certificates import Authority
 from support.client_calls import Running, at, leave_all, together, wait_until
 from support.coordinators import running_server, server_in_thread, server_process
 
@@ -32,22 +32,13 @@ BOUND_S = 8.0
 """Within which a client with a heartbeat timeout of a second knows that it may not come in."""
 
 
-class Certificates:
+class Certificates(Authority):
     """An authority, the coordinator's certificate of it, and one for a client, as files."""
 
     def __init__(self, folder: Path) -> None:
-        self.authority = trustme.CA()
-        self.ca, self.cert, self.key = folder / "ca.pem", folder / "server.pem", folder / "server.key"
+        super().__init__(folder)
         self.client_cert, self.client_key = folder / "client.pem", folder / "client.key"
-        folder.mkdir()
-        self.authority.cert_pem.write_to_path(self.ca)
-        self.issue(self.cert, self.key, "127.0.0.1")
         self.issue(self.client_cert, self.client_key, "client")
-
-    def issue(self, cert: Path, key: Path, name: str) -> None:
-        issued = self.authority.issue_cert(name)
-        issued.private_key_pem.write_to_path(key)
-        issued.cert_chain_pems[0].write_to_path(cert)
 
     def server(self, *, mutual: bool = False) -> TlsFiles:
         return TlsFiles(self.cert, self.key, self.ca if mutual else None)

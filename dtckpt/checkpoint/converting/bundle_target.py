@@ -1,10 +1,12 @@
-"""Plan a TensorFlow V2 checkpoint, which ``tf.train.load_checkpoint`` reads by the names of the tensors; pure.
+"""Plan a TensorFlow V2 checkpoint, which TensorFlow reads by names or into objects; pure.
 
 A folder has the files of the prefix ``ckpt``, and ``checkpoint``, by which TensorFlow finds this prefix in the folder::
 
     checkpoint   ckpt.index   ckpt.data-00000-of-00001
 
-TensorFlow has tensors only: a number becomes a tensor without dims, and a text a string. There is no graph of objects.
+TensorFlow has tensors only: a number becomes a tensor without dims, and a text a string. Containers are objects, and
+tensors are variables, in a graph of objects. So ``tf.train.Checkpoint(model=…).restore`` finds them by their paths, and
+``tf.train.load_checkpoint`` by keys such as ``model/w/.ATTRIBUTES/VARIABLE_VALUE``.
 """
 
 from __future__ import annotations
@@ -22,8 +24,17 @@ from awscrt.checksums import crc32c
 from dtckpt.checkpoint.converting.export import Export, ExportedTensor
 from dtckpt.checkpoint.converting.file_plan import FileDigests, FilePlan, FileSlot
 from dtckpt.checkpoint.foreign.bundle_files import STATE_FILE
+from dtckpt.checkpoint.foreign.dcp_metadata import structure_of
+from dtckpt.checkpoint.foreign.object_graph import graph_bytes
 from dtckpt.checkpoint.foreign.sstable import mask, table_bytes, varint
-from dtckpt.checkpoint.foreign.tensor_bundle import DTYPE_NUMBERS, STRING, BundleEntry, header_bytes
+from dtckpt.checkpoint.foreign.tensor_bundle import (
+    DTYPE_NUMBERS,
+    OBJECT_GRAPH,
+    STRING,
+    BundleEntry,
+    header_bytes,
+    key_of,
+)
 from dtckpt.errors import DTypeError, RegionNotFoundError, TensorNameError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.names import name_of_key
@@ -44,22 +55,19 @@ def is_own(path: Path) -> bool:
 
 def dropped(structure: trees.Node) -> dict[str, str]:
     """Return, by path, why TensorFlow does not keep something."""
-    lost = (path for path, node in _leaves(structure) if node in _NOTHING)
+    lost = (name for name, _, node in _leaves(structure) if node in _NOTHING)
     return dict.fromkeys(lost, "TensorFlow has neither None nor empty containers")
 
 
 def read_back(structure: trees.Node) -> trees.Node:
-    """Return the structure that a reader finds for this one: a flat dict, in which numbers are tensors."""
-    items: list[list[Any]] = []
-    for path, node in _leaves(structure):
+    """Return the structure that a reader finds for this one: dicts, in which numbers are tensors."""
+    nodes: dict[tuple[str | int, ...], trees.Node] = {}
+    for name, path, node in _leaves(structure):
         if node in _NOTHING:
             continue
-        if "tensor" in node or "ndarray" in node:
-            items.append([path, {"tensor": path}])
-        else:
-            value = _value(path, node)
-            items.append([path, encode_value(value, path) if isinstance(value, bytes) else {"tensor": path}])
-    return {"dict": items}
+        value = None if "tensor" in node or "ndarray" in node else _value(name, node)
+        nodes[path] = encode_value(value, name) if isinstance(value, bytes) else {"tensor": name}
+    return structure_of(nodes)
 
 
 def plan_folder(export: Export, max_file_nbytes: int) -> list[FilePlan]:
@@ -76,18 +84,25 @@ def plan_folder(export: Export, max_file_nbytes: int) -> list[FilePlan]:
         TreeError: TensorFlow has no such plain value.
     """
     shards = [_Shard()]
-    places: dict[bytes, tuple[int, FileSlot | _Stored]] = {}
+    slots: dict[str, tuple[int, FileSlot]] = {}
     for tensor in export.tensors:
         _validate(tensor)
         if shards[-1].stop and shards[-1].stop + tensor.nbytes > max_file_nbytes:
             shards.append(_Shard())
-        places[tensor.name.encode()] = len(shards) - 1, shards[-1].add_tensor(tensor)
-    for path, node in _leaves(export.structure):
-        if node in _NOTHING or "tensor" in node or "ndarray" in node:
+        slots[tensor.name] = len(shards) - 1, shards[-1].add_tensor(tensor)
+    places: dict[bytes, tuple[int, FileSlot | _Stored]] = {}
+    keys = []
+    for name, path, node in _leaves(export.structure):
+        if node in _NOTHING:
             continue
-        if path.encode() in places:
-            raise TensorNameError(f"two tensors would have the name {path[:200]!r}; rename one")
-        places[path.encode()] = len(shards) - 1, shards[-1].add_value(_value(path, node))
+        key = key_of(path)
+        if key.encode() in places:
+            raise TensorNameError(f"two tensors would have the name {name[:200]!r}; rename one")
+        is_tensor = "tensor" in node or "ndarray" in node
+        place = slots[name] if is_tensor else (len(shards) - 1, shards[-1].add_value(_value(name, node)))
+        places[key.encode()] = place
+        keys.append((path, key))
+    places[OBJECT_GRAPH.encode()] = len(shards) - 1, shards[-1].add_value(graph_bytes(keys))
 
     def index(checksums: Mapping[FileSlot, int]) -> bytes:
         entries = [
@@ -109,15 +124,18 @@ def plan_folder(export: Export, max_file_nbytes: int) -> list[FilePlan]:
 _NOTHING: tuple[trees.Node, ...] = ({"value": None}, {"dict": []}, {"list": []}, {"tuple": []})
 
 
-def _leaves(node: trees.Node, path: tuple[str, ...] = ()) -> Iterator[tuple[str, trees.Node]]:
-    """Yield the path and the node of every leaf; an empty container is one."""
+def _leaves(node: trees.Node, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, tuple[str, ...], trees.Node]]:
+    """Yield the name, the path and the node of every leaf; an empty container is one."""
     opened = trees.items_of(node)
-    if opened is None or not opened[1]:
-        name = node.get("tensor", node.get("ndarray")) or "/".join(path)
-        yield name, node if opened is None else {opened[0]: []}
+    if opened is not None and opened[1]:
+        for key, child in opened[1]:
+            yield from _leaves(child, (*keys, str(key)))
         return
-    for key, child in opened[1]:
-        yield from _leaves(child, (*path, name_of_key(str(key))))
+    name = "/".join(map(name_of_key, keys))
+    own = node.get("tensor", node.get("ndarray")) or name
+    # The path must give the name back.
+    path = keys if own == name and all(keys) else tuple(own.split("/"))
+    yield own, path, node if opened is None else {opened[0]: []}
 
 
 def _value(path: str, node: trees.Node) -> Any:

@@ -21,7 +21,7 @@ from dtckpt.checkpoint.converting.report import ConvertedTensor, ConvertReport, 
 from dtckpt.checkpoint.converting.targets import FILE_TARGETS, KVSTORE_OF, target_names, target_of
 from dtckpt.checkpoint.converting.write_files import read_content
 from dtckpt.checkpoint.leaves import dtype_name
-from dtckpt.checkpoint.open import open_checkpoint
+from dtckpt.checkpoint.open import MapLike, open_checkpoint
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.manifest_files import KIND
@@ -56,6 +56,7 @@ def convert(
     rename: Rename | None = None,
     dtype: torch.dtype | None = None,
     tied: Mapping[str, str] | None = None,
+    map: MapLike | None = None,  # noqa: A002  (as the option of the command)
     mesh: Mesh | None = None,
     layouts: Layouts | None = None,
     max_shard_size: int = DEFAULT_SHARD_NBYTES,
@@ -88,6 +89,8 @@ def convert(
         tied: By new name of a tensor, the new name of the tensor that it is tied to. Where the format allows it, only
             the latter is stored. Tensors that are stored once in the source, under several names, are tied without
             being named.
+        map: Rules for other names and shapes of the tensors of ``src``, as for `dtckpt.open_checkpoint`. They come
+            before ``select`` and ``rename``, which take the new names.
         mesh: For ``dtckpt`` and ``zarr``: mesh whose shards the chunks are made for, as in `dtckpt.reshard`. Default:
             the layouts of the source.
         layouts: With ``mesh``: layouts by name or glob.
@@ -124,7 +127,7 @@ def convert(
     form = _format(to, where)
     validate_sizes(max_memory, max_shard_size)
     _validate_arguments(form, mesh, layouts, options)
-    with open_checkpoint(src) as checkpoint:
+    with open_checkpoint(src, map=map) as checkpoint:
         validate_apart(checkpoint.path, where)
         globs = [select] if isinstance(select, str) else select
         if not ignore_rest:

@@ -8,6 +8,7 @@ Such chunks have no digests, so a read cannot tell a changed byte from the saved
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -90,6 +91,7 @@ class ChunkIndex:
         refused: As in `dtckpt.checkpoint.reading.pieces.PieceIndex`.
         files: As there.
         unread: As there.
+        notes: As there.
     """
 
     kind: str
@@ -99,6 +101,7 @@ class ChunkIndex:
     refused: Mapping[str, DtckptError] = field(default_factory=dict)
     files: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         count = sum(tensor.array.grid.num_chunks for tensor in self.tensors.values())
@@ -178,6 +181,7 @@ class ChunkFiles(CheckpointFiles):
         self.refused = index.refused
         self.files = index.files
         self.unread = index.unread
+        self.notes = index.notes
         self._folder = folder
         self._index = index
         self.tensors = TensorInfos(index.tensors, self._describe)
@@ -192,7 +196,7 @@ class ChunkFiles(CheckpointFiles):
             MalformedError: Chunks are missing, or far more bytes than are stored would be zeros.
         """
         claimed = sum(each.array.grid.num_chunks * each.array.chunk_nbytes for each in self._index.tensors.values())
-        if is_expanded_too_far(claimed, _files_nbytes(self._folder)):
+        if is_expanded_too_far(claimed, 0) and is_expanded_too_far(claimed, _files_nbytes(self._folder, claimed)):
             self._validate_filled(*self._look_up(self._all_chunks()))
 
     def _all_chunks(self) -> Iterator[tuple[ChunkTensor, Sequence[int]]]:
@@ -235,7 +239,7 @@ class ChunkFiles(CheckpointFiles):
             dtype_name=tensor.dtype,
             stored_dtype_name=tensor.dtype,
             layout=tensor.layout,
-            nbytes=int(np.prod(tensor.shape, dtype=object)) * DTYPES[tensor.dtype].itemsize,
+            nbytes=math.prod(tensor.shape) * DTYPES[tensor.dtype].itemsize,
             content_digest=None,
             array=tensor.array,
         )
@@ -495,12 +499,22 @@ def decode_part(encoded: Any, data: bytes, into: np.ndarray[Any, Any], context: 
     into[...] = np.frombuffer(data, into.dtype).reshape(into.shape)
 
 
-def _files_nbytes(folder: Folder) -> int:
-    """Return the bytes of all files of a local folder, without links; 0 for other storage."""
+def _files_nbytes(folder: Folder, claimed: int) -> int:
+    """Return the bytes of the files of a local folder, without links; 0 for other storage.
+
+    Args:
+        folder: The folder.
+        claimed: The bytes that arrays claim. Once the files that were counted may hold them, the others do not matter.
+    """
     if not isinstance(folder, LocalFolder):
         return 0
     found = (os.path.join(path, name) for path, _, names in os.walk(folder.path) for name in names)
-    return sum(os.lstat(file).st_size for file in found)
+    nbytes = 0
+    for file in found:
+        nbytes += os.lstat(file).st_size
+        if not is_expanded_too_far(claimed, nbytes):
+            break
+    return nbytes
 
 
 def _validate_inside(tensor: ChunkTensor, region: Region) -> None:

@@ -24,7 +24,7 @@ cuts a parameter into equal blocks, and flattens each; the field has the shape o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -204,7 +204,7 @@ def _tensor(name: str, facts: Any, items: Mapping[Any, Any], where: str, budget:
 
 def _logical_shapes(data: Any) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that Megatron stored flattened, by name."""
-    facts = [(_text(name), dict(_named(_pairs(each)))) for name, each in _pairs(Pairs() if data is None else data)]
+    facts = [(_text(name), _named(_pairs(each))) for name, each in _pairs(Pairs() if data is None else data)]
     return {name: _numbers(each[_LOGICAL_SHAPE]) for name, each in facts if each.get(_LOGICAL_SHAPE) is not None}
 
 
@@ -305,14 +305,14 @@ def _fields(value: Any, kind: str) -> dict[str, Any]:
             f"the checkpoint's .metadata holds {_name(value)[:120] or type(value).__name__}, expected {kind}; upgrade "
             "dtckpt, or convert the checkpoint with the library that wrote it"
         )
-    return dict(_named(_pairs(value.state)))
+    return _named(_pairs(value.state))
 
 
-def _named(pairs: Pairs) -> Iterator[tuple[str, Any]]:
+def _named(pairs: Pairs) -> dict[str, Any]:
     # Many objects may have the same state.
     if len(pairs) > _MAX_FIELDS:
         raise ValueError(f"an object has {len(pairs)} fields")
-    return ((name, field) for name, field in pairs if type(name) is str)
+    return {name: field for name, field in pairs if type(name) is str}
 
 
 def _name(value: Any) -> str:

@@ -240,7 +240,7 @@ class _Merging:
 
     def _checksum(self, tensor: DcpTensor, region: Region, item: StoredItem) -> tuple[int, int] | None:
         one = tensor_of(self._name, replace(tensor, chunks=((region, item),)))
-        place = PieceLocator(self._folder).locate(one, one.pieces[0])
+        place = PieceLocator(self._folder).locate(one, next(iter(one.pieces)))
         # Of elements in another order the checksum says nothing.
         return None if place.checked is None or place.strides else (place.checked.nbytes, place.checked.crc)
 

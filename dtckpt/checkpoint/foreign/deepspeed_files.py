@@ -6,23 +6,28 @@ A checkpoint is a folder that ``latest`` beside it names::
     zero_pp_rank_{dp}_mp_rank_00_model_states.pt          one for each process; ZeRO 3
     [bf16_]zero_pp_rank_{dp}_mp_rank_00_optim_states.pt   one process's flat vectors; ZeRO 1 to 3
     layer_{n}-model_{tp}-model_states.pt                  the module of one layer of a pipeline
+    layer_{n}_expert_{e}_mp_rank_00_model_states.pt       one expert of a layer of a mixture of experts
+    expp_rank_{r}_mp_rank_00_optim_states.pt              the optimizer of one part of the experts, without ZeRO
     zero/{parameter}/{fp32,exp_avg,…}.pt                  a universal checkpoint: one small file for each tensor
 
 The tree is that of a training script: ``module``, ``optimizer``, and the client's items at the top. The parameters are
-the fp32 vectors where an optimizer has them. Slices of tensor parallelism stay apart, below ``mp_00``, ``mp_01`` and so
-on, because no file tells along which dim they are cut.
+the fp32 vectors where an optimizer has them. Slices of tensor parallelism are joined if the files tell how
+(`dtckpt.checkpoint.foreign.deepspeed_slices`); else they stay apart, below ``mp_00``, ``mp_01`` and so on.
 
 Source: deepspeed.runtime.engine (``_save_checkpoint``, ``_save_zero_checkpoint``), deepspeed.checkpoint.constants.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from threading import Lock
+from typing import Any
 
 from dtckpt.checkpoint.foreign.deepspeed_fields import ModelFields, model_fields
-from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget
+from dtckpt.checkpoint.foreign.file_reads import read_each
+from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget, parse_pickle
 from dtckpt.checkpoint.foreign.torch_files import TorchStream, file_nbytes, open_stream
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.storage.folder import Folder
@@ -37,6 +42,9 @@ UNIVERSAL = "zero"
 OPTIMIZER_STATE = f"{UNIVERSAL}/optimizer_state.pt"
 _OURS = re.compile(r"(bf16_)?(zero_pp_rank_[0-9]+_)?mp_rank_[0-9]+_?(model|optim)_states\.pt")
 LAYER = re.compile(r"layer_([0-9]{2,6})-model_([0-9]{2,6})-model_states\.pt")
+EXPERT = re.compile(r"(?:layer_([0-9]{1,6})_)?expert_([0-9]{1,6})_mp_rank_([0-9]{2,6})_model_states\.pt")
+"""Also the name of old versions, without a layer."""
+EXPERT_OPTIMIZER = re.compile(r"expp_rank_([0-9]{1,6})_mp_rank_([0-9]{2,6})_optim_states\.pt")
 _UNIVERSAL_FILE = re.compile(rf"{UNIVERSAL}/(.+)/([A-Za-z0-9_]+)\.pt")
 _OPTIMIZERS = tuple(
     f"{precision}zero_pp_rank_{{dp}}_mp_rank_{{mp:02d}}{end}"
@@ -44,7 +52,6 @@ _OPTIMIZERS = tuple(
     for end in ("_optim_states.pt", "optim_states.pt")
 )
 """Names of the optimizer files; before version 0.4, no underscore."""
-_NUM_THREADS = 16
 
 
 def is_file(name: str, head: bytes) -> bool:  # noqa: ARG001  (a file alone is a file of torch.save)
@@ -71,7 +78,10 @@ class DeepspeedFiles:
         self.budget = ReadBudget(str(folder))
         self._names = set(names)
         self._streams: dict[str, TorchStream] = {}
-        self._models: dict[str, tuple[ModelFields, TorchStream]] = {}
+        self._values: dict[bytes, Any] = {}
+        self._lock = Lock()
+        """Of `_values`: threads that parse take turns anyway."""
+        self._models: dict[int, ModelFields] = {}
         self.universal = self._universal()
 
     def _universal(self) -> dict[str, dict[str, str]]:
@@ -81,10 +91,9 @@ class DeepspeedFiles:
         below = self.folder / UNIVERSAL
         names = (
             [
-                f"{each}/{name}"
-                for each in below.names()
-                if (below.path / each).is_dir()
-                for name in (below / each).names()
+                f"{each.name}/{name}" if name else each.name
+                for each in os.scandir(below.path)
+                for name in (os.listdir(each.path) if each.is_dir() else [""])
             ]
             if isinstance(below, LocalFolder)
             else [name.removeprefix(f"{UNIVERSAL}/") for name in self.folder.names(f"{UNIVERSAL}/")]
@@ -97,6 +106,11 @@ class DeepspeedFiles:
                 found.setdefault(match[1], {})[match[2]] = name
         return found
 
+    def list_all(self) -> set[str]:
+        """Return the names of all files, where directories are listed only on demand. Blocks: on storage."""
+        self._names |= set(self.folder.names())
+        return self._names
+
     def used(self) -> tuple[str, ...]:
         """Return the names of the files that were opened."""
         return tuple(sorted(self._streams))
@@ -105,35 +119,53 @@ class DeepspeedFiles:
         """Return the names of the other files."""
         return tuple(sorted(self._names.difference(self._streams)))
 
+    def matching(self, form: re.Pattern[str], mp: int) -> list[tuple[tuple[int, ...], str]]:
+        """Return the files of a model slice whose names have a form that ends with its number.
+
+        Returns:
+            Per file, the other numbers in its name, ascending, and its name.
+        """
+        found = [(match, name) for name in self._names if (match := form.fullmatch(name)) is not None]
+        numbers = [(tuple(int(each or -1) for each in match.groups()), name) for match, name in found]
+        return sorted((each[:-1], name) for each, name in numbers if each[-1] == mp)
+
     def has(self, name: str) -> bool:
         """Whether there is a file of a name. Blocks: on storage, where directories are not listed."""
         return name in self._names or self.folder.find_short_file({name: 1}) is None
 
     def open_all(self, names: Iterable[str]) -> list[TorchStream]:
         """Read files but for their elements. Blocks: on storage."""
-        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
-            return list(pool.map(self.open, names))
+        return read_each(self.folder, self.open, names)
 
     def open(self, name: str) -> TorchStream:
         """Read a file but for its elements. Blocks: on storage."""
         if name not in self._streams:
             try:
                 nbytes = file_nbytes(self.folder, name)
-                self._streams[name] = open_stream(self.folder, name, 0, nbytes, budget=self.budget)
+                stream = open_stream(self.folder, name, 0, nbytes, budget=self.budget, parse=self._parse)
+                self._streams[name] = stream
                 # A piece has elements of its own in a vector, so the length of the file bounds the pieces.
                 self.budget.grow(nbytes)
             except FileNotFoundError:
                 raise CheckpointCorruptError(f"{self.folder}/{name} is missing; restore another checkpoint") from None
         return self._streams[name]
 
+    def _parse(self, data: bytes, where: str, budget: ReadBudget) -> Any:
+        """Return the value of a pickle. Files of most processes, and of tensors of one shape, have the same."""
+        with self._lock:
+            if data not in self._values:
+                self._values[data] = parse_pickle(data, where, budget)
+            return self._values[data]
+
     def model(self, mp: int, dp: int = 0) -> tuple[ModelFields, TorchStream]:
         """Return the fields of a model file. Blocks: on storage."""
         whole = f"mp_rank_{mp:02d}_model_states.pt"
         name = whole if self.has(whole) else f"zero_pp_rank_{dp}_{whole}"
-        if name not in self._models:
-            stream = self.open(name)
-            self._models[name] = model_fields(stream.zip.value, f"{self.folder}/{name}", self.budget), stream
-        return self._models[name]
+        stream = self.open(name)
+        key = id(stream.zip.value)  # the streams keep it
+        if key not in self._models:
+            self._models[key] = model_fields(stream.zip.value, f"{self.folder}/{name}", self.budget)
+        return self._models[key], stream
 
     def is_by_process(self, mp: int) -> bool:
         """Whether each process wrote a model file of its own, as with ZeRO 3."""

@@ -15,10 +15,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
-from dtckpt.checkpoint.foreign.flat_vectors import FlatRange
-from dtckpt.checkpoint.reading.pieces import PieceTensor
+from dtckpt.checkpoint.foreign.flat_vectors import BoxCounts, FlatPieces, FlatRange, FlatVectors
+from dtckpt.checkpoint.reading.pieces import MAX_SHOWN, PieceTensor
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.layout.flat_range import flat_boxes
 
@@ -27,8 +28,6 @@ FP32 = "fp32"
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
 """The parameters of one group in their order: shapes, by name."""
-MAX_SHOWN = 4
-"""Regions that a message shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,89 +66,129 @@ def vector_of(rank: RankVectors, group: int, kind: str) -> PieceTensor:
     return value
 
 
-def joined_ranges(
-    shapes: Shapes, group: int, kind: str, ranks: Sequence[RankVectors]
-) -> Iterator[tuple[str, list[FlatRange]]]:
-    """Yield the ranges of the parameters of a group of ZeRO 1 or 2.
+def joined_pieces(
+    shapes: Shapes, group: int, kind: str, ranks: Sequence[RankVectors], counts: BoxCounts
+) -> Iterator[tuple[str, FlatPieces]]:
+    """Yield the pieces of the parameters of a group of ZeRO 1 or 2.
 
     Args:
         shapes: The parameters of the group.
         group: Its number.
         kind: The kind of vectors.
         ranks: The files of all processes, in their order.
+        counts: Counts the pieces.
 
     Raises:
         CheckpointCorruptError: The files contradict themselves or each other.
     """
     vectors = [vector_of(rank, group, kind) for rank in ranks]
+    sources = FlatVectors(vectors, vectors[0].dtype)
     # Padding may be left out, but only the last parts have any.
-    size = max(math.prod(vector_of(rank, group, FP32).shape) for rank in ranks)
+    size = max(1, *(vector_of(rank, group, FP32).shape[0] for rank in ranks))
     gaps = ranks[0].gaps[group] if group < len(ranks[0].gaps) else [0] * len(shapes)
     if len(gaps) != len(shapes):
         raise CheckpointCorruptError(f"{ranks[0].file} has {len(gaps)} gaps, expected {len(shapes)}")
-    start = 0
+    start = stop = 0
     for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-        stop = start + math.prod(shape)
+        numel = math.prod(shape)
+        stop = start + numel
         if stop > size * len(ranks):
             raise CheckpointCorruptError(
                 f"the optimizer's files have {size * len(ranks)} elements of group {group}, expected more than {stop}; "
                 "is the file of a process missing?"
             )
-        ranges = []
-        for number in range(start // max(1, size), -(-stop // max(1, size))):
-            first, last = max(start, number * size), min(stop, (number + 1) * size)
-            ranges.append(FlatRange(vectors[number], first - number * size, first - start, last - start))
-            _validate_slice(ranks[number], group, name, ranges[-1])
-        yield name, ranges
+        ranges = partial(_joined_ranges, vectors, size, start, stop)
+        if numel and kind == FP32 and any(rank.slices for rank in ranks):  # other kinds lie at the same places
+            for number, found in enumerate(ranges(), start // size):
+                _validate_slice(ranks[number], group, name, found)
+        last = (stop - 1) // size
+        if numel and vectors[last].shape[0] < stop - last * size:
+            raise CheckpointCorruptError(
+                f"{ranks[last].file} has {vectors[last].shape[0]} elements of {kind[:80]} of group {group}, expected "
+                f"{stop - last * size} at least"
+            )
+        edges = range((start // size + 1) * size, stop, size)
+        cuts = (0, *(edge - start for edge in edges), numel) if numel else (0,)
+        yield name, FlatPieces(shape, counts.of(shape, cuts), ranges, sources, start)
         start = stop + gap
+    for number, vector in enumerate(vectors[: max(0, stop - 1) // size]):
+        if vector.shape[0] < size:
+            raise CheckpointCorruptError(
+                f"{ranks[number].file} has {vector.shape[0]} elements of {kind[:80]} of group {group}, expected {size}"
+            )
+
+
+def _joined_ranges(vectors: Sequence[PieceTensor], size: int, start: int, stop: int) -> Iterator[FlatRange]:
+    """Yield the ranges of a parameter that has elements ``start`` to ``stop`` of vectors of ``size`` elements."""
+    for number in range(start // size, -(-stop // size)):
+        first, last = max(start, number * size), min(stop, (number + 1) * size)
+        if first < last:
+            yield FlatRange(vectors[number], first - number * size, first - start, last - start)
 
 
 def _validate_slice(rank: RankVectors, group: int, name: str, found: FlatRange) -> None:
     """Compare a range with the one that the file tells."""
     place = found.first, found.stop - found.start
     told = rank.slices[group].get(name) if group < len(rank.slices) else None
-    if rank.slices and place[1] and told != place:
+    if rank.slices and told != place:
         raise CheckpointCorruptError(
             f"{rank.file} has {name[:200]!r} at {told} of group {group} (first element, number "
             f"of elements), expected {place}; are the files of one save?"
         )
 
 
-def cut_ranges(
-    shapes: Shapes, vectors: Sequence[Sequence[PieceTensor]], file: str
-) -> Iterator[tuple[str, list[FlatRange]]]:
-    """Yield the ranges of parameters that are cut in equal parts, as ZeRO 3 does.
+def cut_pieces(
+    shapes: Shapes, vectors: Sequence[Sequence[PieceTensor]], file: str, counts: BoxCounts
+) -> Iterator[tuple[str, FlatPieces]]:
+    """Yield the pieces of parameters that are cut in equal parts, as ZeRO 3 does.
 
     Args:
         shapes: All parameters, in the order of the vectors.
         vectors: By process, the vectors that follow each other; a parameter may begin in one and end in the next.
         file: A file, for messages.
+        counts: Counts the pieces.
 
     Raises:
         CheckpointCorruptError: The vectors do not have the elements of all parameters.
     """
     count = len(vectors)
-    ends = [list(accumulate(math.prod(vector.shape) for vector in own)) for own in vectors]
+    every = [vector for own in vectors for vector in own]
+    sources = FlatVectors(every, every[0].dtype if every else "float32")
+    ends = [list(accumulate(vector.shape[0] for vector in own)) for own in vectors]
     parts = [-(-math.prod(shape) // count) for shape in shapes.values()]
     if wrong := [each[-1:] for each in ends if (each or [0])[-1] != sum(parts)]:
         raise CheckpointCorruptError(
             f"the vectors of a process have {wrong[0]} elements, expected {sum(parts)} as {file} describes; are the "
             "files of one save?"
         )
+    borders = sorted({end for own in ends for end in own})
+    even: dict[int, tuple[int, ...]] = {}
     position = 0
     for (name, shape), part in zip(shapes.items(), parts, strict=True):
-        ranges = []
-        for number, own in enumerate(vectors):
-            start, stop = (min(each * part, math.prod(shape)) for each in (number, number + 1))
-            first = position
-            while start < stop:
-                which = bisect_right(ends[number], first)
-                begin = ends[number][which] - math.prod(own[which].shape)
-                length = min(stop - start, ends[number][which] - first)
-                ranges.append(FlatRange(own[which], first - begin, start, start + length))
-                start, first = start + length, first + length
-        yield name, ranges
+        numel = math.prod(shape)
+        ranges = partial(_cut_ranges, vectors, ends, position, part, numel)
+        border = bisect_right(borders, position)
+        if border < len(borders) and borders[border] < position + part:
+            cuts = (*(each.start for each in ranges()), numel)
+        else:
+            cuts = even.get(numel) or even.setdefault(numel, (*range(0, numel, max(1, part)), numel))
+        yield name, FlatPieces(shape, counts.of(shape, cuts), ranges, sources, position)
         position += part
+
+
+def _cut_ranges(
+    vectors: Sequence[Sequence[PieceTensor]], ends: Sequence[Sequence[int]], position: int, part: int, numel: int
+) -> Iterator[FlatRange]:
+    """Yield the ranges of a parameter of which each process has ``part`` elements from ``position`` on."""
+    for number, own in enumerate(vectors):
+        start, stop = (min(each * part, numel) for each in (number, number + 1))
+        first = position
+        while start < stop:
+            which = bisect_right(ends[number], first)
+            begin = ends[number][which] - own[which].shape[0]
+            length = min(stop - start, ends[number][which] - first)
+            yield FlatRange(own[which], first - begin, start, start + length)
+            start, first = start + length, first + length
 
 
 def missing_regions(shapes: Sequence[Shapes], count: int, rank: int, *, is_cut: bool) -> str:

@@ -8,9 +8,11 @@ index.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from dtckpt.checkpoint.foreign import (
@@ -19,7 +21,9 @@ from dtckpt.checkpoint.foreign import (
     deepspeed_files,
     deepspeed_tree,
     fsdp_files,
+    huggingface_files,
     megatron,
+    megatron_zarr,
     orbax_files,
     safetensors_files,
     torch_files,
@@ -27,9 +31,10 @@ from dtckpt.checkpoint.foreign import (
 from dtckpt.checkpoint.foreign.chunk_files import ChunkFiles, ChunkIndex
 from dtckpt.checkpoint.foreign.piece_files import PieceFiles
 from dtckpt.checkpoint.foreign.safetensors_index import validate_alone
+from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.reading.pieces import PieceIndex, is_file_name
-from dtckpt.errors import CheckpointError, CheckpointNotFoundError, capped
+from dtckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointVersionError, capped
 from dtckpt.format.names import DCP_METADATA_NAME, is_own_segment
 from dtckpt.storage.failures import NOT_A_FILE, MalformedError, translate_errors
 from dtckpt.storage.folder import Folder, open_folder
@@ -39,6 +44,7 @@ from dtckpt.storage.url import Url
 
 HEAD_NBYTES = 64
 """Bytes from the start of a file by which its format is recognized."""
+_NUM_THREADS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,24 @@ FORMATS: dict[str, ForeignFormat] = {
             is_file=dcp_files.is_file,
             is_folder=dcp_files.is_folder,
             read_index=dcp_files.read_index,
+        ),
+        ForeignFormat(
+            kind=megatron_zarr.KIND,
+            title="a directory of Megatron-Core's zarr",
+            suffixes=(),
+            markers=(),
+            is_file=megatron_zarr.is_file,
+            is_folder=megatron_zarr.is_folder,
+            read_index=megatron_zarr.read_index,
+        ),
+        ForeignFormat(
+            kind=huggingface_files.KIND,
+            title="a folder of transformers' Trainer, of accelerate or of PEFT",
+            suffixes=(),
+            markers=huggingface_files.MARKERS,
+            is_file=huggingface_files.is_file,
+            is_folder=huggingface_files.is_folder,
+            read_index=huggingface_files.read_index,
         ),
         ForeignFormat(
             kind=safetensors_files.KIND,
@@ -174,19 +198,31 @@ def open_foreign(where: Location) -> CheckpointFiles | None:
         found = _found(where)
         if found is None:
             return None
-        index = found.form.read_index(found.folder, found.names)
-        if isinstance(index, ChunkIndex):
-            return ChunkFiles(found.folder, index)
-        return PieceFiles(found.folder, index, is_remote=is_remote(where))
+        # Remote storage takes long, and so would the pause.
+        with nullcontext() if is_remote(where) else gc_paused():
+            index = found.form.read_index(found.folder, found.names)
+            if beside := [name for name in found.beside if name not in index.files]:
+                index = replace(index, unread=(*index.unread, *beside))
+            if isinstance(index, ChunkIndex):
+                return ChunkFiles(found.folder, index)
+            return PieceFiles(found.folder, index, is_remote=is_remote(where))
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Another library's checkpoint: its folder, the names in it, and its format."""
+    """Another library's checkpoint.
+
+    Args:
+        folder: Its folder.
+        names: The names in it.
+        form: Its format.
+        beside: Names of other files of the place that the user named, such as those around a folder of weights.
+    """
 
     folder: Folder
     names: Collection[str]
     form: ForeignFormat
+    beside: Sequence[str] = ()
 
 
 def _found(where: Location) -> _Found | None:
@@ -198,10 +234,11 @@ def _found(where: Location) -> _Found | None:
     elif has_foreign_name(where) and (file := _as_file(open_folder(where.parent), where.name)) is not None:
         return file
     if (outer := _listed(where)) is not None:
-        inner = (_listed(where / name) for name in _inner_folders(*outer))
-        for listed in itertools.chain([outer], inner):
+        for name in itertools.chain([""], _inner_folders(*outer)):
+            listed = _listed(where / name) if name else outer
             if listed is not None and (found := _as_folder(*listed)) is not None:
-                return found
+                around = sorted(set(outer[1]) - {name}) if name in INNER_FOLDERS else ()
+                return replace(found, beside=[f"../{each}" for each in around])
     return _as_prefix(where)
 
 
@@ -211,7 +248,9 @@ def _listed(where: Location) -> tuple[Folder, Collection[str]] | None:
         return (LocalFolder(where), LocalFolder(where).names()) if where.is_dir() else None
     folder = open_folder(where)
     names = dict.fromkeys([*POINTERS, *(name for form in FORMATS.values() for name in form.markers)])
-    return folder, [name for name in names if _head(folder, name) is not None]
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-markers") as pool:
+        heads = pool.map(partial(_head, folder), names)
+        return folder, [name for name, head in zip(names, heads, strict=True) if head is not None]
 
 
 def _inner_folders(folder: Folder, names: Collection[str]) -> Iterator[str]:
@@ -235,13 +274,22 @@ def _as_prefix(where: Location) -> _Found | None:
         name = f"{where.name}{form.prefix_suffix}"
         try:
             if form.prefix_suffix and _head(folder, name) is not None:
-                return _Found(folder, [name], form)
+                return _Found(folder, [name], form, _of_prefix(folder, f"{where.name}."))
         except MalformedError:
             continue  # it is no file
         except OSError as error:
             if error.errno not in NOT_A_FILE:
                 raise
     return None
+
+
+def _of_prefix(folder: Folder, prefix: str) -> Sequence[str]:
+    """Return the names that begin with a prefix, where the directory can be listed."""
+    with suppress(PermissionError):
+        names = folder.names(prefix) if isinstance(folder, LocalFolder) else []
+        # A name with one more dot is of another prefix.
+        return [name for name in names if "." not in name.removeprefix(prefix)]
+    return []
 
 
 def _as_file(folder: Folder, name: str) -> _Found | None:
@@ -268,6 +316,11 @@ def not_understood(where: Location, error: CheckpointError) -> CheckpointError:
         where: The place.
         error: The error of opening it as a checkpoint of this library.
     """
+    if isinstance(where, Path) and orbax_files.is_msgpack(where):
+        return CheckpointVersionError(
+            f"{where} is a checkpoint of Flax in MessagePack, expected one of Orbax; restore it with "
+            "flax.training.checkpoints.restore_checkpoint, and save it with Orbax"
+        )
     expected = f"expected a checkpoint of dtckpt, {', '.join(form.title for form in FORMATS.values())}"
     if isinstance(where, Path) and where.is_file():
         return CheckpointNotFoundError(

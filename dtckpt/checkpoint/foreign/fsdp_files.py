@@ -15,12 +15,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dtckpt.checkpoint.foreign.deepspeed_fields import items, items_of, with_names
-from dtckpt.checkpoint.foreign.flat_vectors import FlatRange, tensor_of_ranges
+from dtckpt.checkpoint.foreign.file_reads import read_each
+from dtckpt.checkpoint.foreign.flat_vectors import BoxCounts, FlatRange, FlatVectors, tensor_of_ranges
 from dtckpt.checkpoint.foreign.fsdp_fields import (
     FLAT,
     ShardedTensor,
@@ -45,7 +45,6 @@ KIND = "fsdp"
 TEMPLATE = "template.json"
 MAX_TEMPLATE_NBYTES = 64 << 20
 _OF_RANK = re.compile(r"(.*?)[-_.]?rank[-_.]?([0-9]{1,6})\.(?:pt|pth|bin)")
-_NUM_THREADS = 16
 
 
 def is_file(name: str, head: bytes) -> bool:  # noqa: ARG001  (a file alone is a file of torch.save)
@@ -153,6 +152,7 @@ class _FsdpReader:
         self._folder = folder
         # One for all: of many files, each could ask for the least that a file may.
         self.budget = ReadBudget(str(folder))
+        self._counts = BoxCounts(self.budget)
         self.tensors: dict[str, PieceTensor] = {}
         self.refused: dict[str, DtckptError] = {}
         self.notes: list[str] = []
@@ -166,8 +166,7 @@ class _FsdpReader:
             self.budget.grow(nbytes)
             return open_stream(self._folder, name, 0, nbytes, budget=self.budget)
 
-        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
-            return dict(zip(files, pool.map(opened, files.values()), strict=True))
+        return dict(zip(files, read_each(self._folder, opened, files.values()), strict=True))
 
     def read(
         self,
@@ -277,11 +276,12 @@ class _FsdpReader:
             )
             whole = "/".join((*path, name_of_key(shards.name), *end))
             return {shards.name: self._take(PieceTensor(whole, shards.shape, shards.dtype, pieces))}
+        vectors = FlatVectors((vector for _, _, vector in shards.parts), shards.dtype)
         nodes = {}
         for name, (start, shape) in shards.inner.items():
             own = "/".join((*path, name_of_key(name), *end))
             ranges = shards.ranges(start, math.prod(shape))
-            nodes[name] = self._take(tensor_of_ranges(own, shape, shards.dtype, ranges, self.budget))
+            nodes[name] = self._take(tensor_of_ranges(own, shape, ranges, vectors, self._counts))
         return nodes
 
     def _take(self, tensor: PieceTensor) -> trees.Node:

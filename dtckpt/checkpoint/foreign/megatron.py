@@ -28,15 +28,16 @@ _BUCKET = re.compile(r"optimizer\.distributed\.dp_group_idx_[0-9]+\.gbuf_idx_[0-
 _VOCABULARY = "args/padded_vocab_size"
 
 
-def is_format(data: bytes, where: str) -> bool:
+def is_format(data: bytes, where: str, expected: str = BACKEND) -> bool:
     """Whether ``metadata.json`` names a format of Megatron.
 
     Args:
         data: Its content.
         where: Its name, for messages.
+        expected: The format of the other files in the directory.
 
     Raises:
-        CheckpointVersionError: The file names another format than `BACKEND`, or another version than `VERSION`.
+        CheckpointVersionError: The file names another format, or another version than `VERSION`.
     """
     content = None
     with suppress(ValueError, RecursionError):
@@ -44,9 +45,9 @@ def is_format(data: bytes, where: str) -> bool:
     if not isinstance(content, dict) or not isinstance(backend := content.get("sharded_backend"), str):
         return False
     version = content.get("sharded_backend_version", VERSION)
-    if (backend, version) != (BACKEND, VERSION):
+    if (backend, version) != (expected, VERSION):
         raise CheckpointVersionError(
-            f"{where} names format {backend[:40]!r} of version {str(version)[:20]}, expected {BACKEND!r} of version "
+            f"{where} names format {backend[:40]!r} of version {str(version)[:20]}, expected {expected!r} of version "
             f"{VERSION}; convert the checkpoint with Megatron, or upgrade dtckpt"
         )
     return True

@@ -19,7 +19,6 @@ from __future__ import annotations
 import pathlib
 import re
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,6 +27,7 @@ from dtckpt.checkpoint.foreign import orbax_metadata
 from dtckpt.checkpoint.foreign.chunk_files import ChunkIndex, ChunkTensor, read_scalar
 from dtckpt.checkpoint.foreign.dcp_metadata import merge, structure_of
 from dtckpt.checkpoint.foreign.dcp_processes import segments_of
+from dtckpt.checkpoint.foreign.file_reads import read_each
 from dtckpt.checkpoint.foreign.orbax_metadata import OrbaxLeaf, OrbaxTree, Path
 from dtckpt.checkpoint.foreign.zarr_arrays import ZarrArray, parse_zarr2, parse_zarr3
 from dtckpt.checkpoint.reading.pieces import is_file_name
@@ -46,7 +46,12 @@ V1_MARK = "orbax.checkpoint"
 MARKERS = (CHECKPOINT_METADATA, TREE_METADATA, V1_MARK, "commit_success.txt")
 STRINGS = "_strings.json"
 SHARDING = "_sharding"
+ARRAY_METADATAS = "array_metadatas"
 METRICS = "metrics"
+MSGPACK = "checkpoint"
+"""The file of Flax's older checkpoints, or the begin of its name."""
+_MAPS = {bytes([byte]) for byte in (*range(0x80, 0x90), 0xDE, 0xDF)}
+"""The first byte of a map of MessagePack."""
 MAX_METADATA_NBYTES = 64 << 20
 _UNNAMED = ("default",)
 _UNNAMED_V1 = ("state", "pytree")
@@ -56,7 +61,6 @@ OWN_NAMES = re.compile(
 )
 """Names of files and folders that Orbax itself uses."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_NUM_THREADS = 16
 
 
 def is_file(name: str, head: bytes) -> bool:  # noqa: ARG001  (a checkpoint is always a folder)
@@ -67,6 +71,15 @@ def is_file(name: str, head: bytes) -> bool:  # noqa: ARG001  (a checkpoint is a
 def is_folder(names: Collection[str]) -> bool:
     """Whether a directory is such a checkpoint, by the names in it."""
     return CHECKPOINT_METADATA in names or TREE_METADATA in names
+
+
+def is_msgpack(path: pathlib.Path) -> bool:
+    """Whether a path leads to a file of Flax, or to a folder with one: a map of MessagePack, named ``checkpoint``."""
+    file = path / MSGPACK if path.is_dir() else path
+    if not file.name.startswith(MSGPACK) or not file.is_file():
+        return False
+    with file.open("rb") as content:
+        return content.read(1) in _MAPS
 
 
 def is_step(path: pathlib.Path) -> bool:
@@ -91,7 +104,14 @@ def read_index(folder: Folder, names: Collection[str]) -> ChunkIndex:
     if TREE_METADATA in names:
         item = _read_tree(folder, "", names)
         return ChunkIndex(
-            KIND, item.tensors, item.node, item.stores, item.refused, tuple(sorted(item.files)), tuple(item.unread)
+            KIND,
+            item.tensors,
+            item.node,
+            item.stores,
+            item.refused,
+            tuple(sorted(item.files)),
+            tuple(item.unread),
+            tuple(item.notes),
         )
     return _read_items(folder, names)
 
@@ -106,6 +126,7 @@ class _Item:
     refused: Mapping[str, DtckptError] = field(default_factory=dict)
     files: Sequence[str] = ()
     unread: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 def _read_items(folder: Folder, names: Collection[str]) -> ChunkIndex:
@@ -119,6 +140,7 @@ def _read_items(folder: Folder, names: Collection[str]) -> ChunkIndex:
     refused: dict[str, DtckptError] = {}
     files = [name for name in names if OWN_NAMES.fullmatch(name)]
     unread = [f"{CHECKPOINT_METADATA}: custom_metadata"] if has_custom else []
+    notes: list[str] = []
     # The item without a name first: what the others have in common with it is refused.
     for name in sorted({*named, *others, METRICS}, key=lambda name: (name not in unnamed, name)):
         if not is_file_name(name) or "/" in name:
@@ -135,7 +157,8 @@ def _read_items(folder: Folder, names: Collection[str]) -> ChunkIndex:
         stores |= item.stores
         files += item.files
         unread += item.unread
-    return ChunkIndex(KIND, tensors, structure, stores, refused, tuple(sorted(files)), tuple(unread))
+        notes += item.notes
+    return ChunkIndex(KIND, tensors, structure, stores, refused, tuple(sorted(files)), tuple(unread), tuple(notes))
 
 
 def _read_item(folder: Folder, name: str, at: Path) -> _Item | None:
@@ -189,6 +212,8 @@ def _read_tree(folder: Folder, store: str, names: Collection[str], at: Path = ()
     tensors: dict[str, ChunkTensor] = {}
     refused: dict[str, DtckptError] = {}
     arrays = _read_arrays(reader, where, tree)
+    random_keys = _random_keys(where, names)
+    notes = []
     for leaf in tree.leaves:
         name = "/".join(segments_of((*at, *leaf.path))) or "value"
         found = arrays.get(leaf.name)
@@ -207,6 +232,8 @@ def _read_tree(folder: Folder, store: str, names: Collection[str], at: Path = ()
                 layout = orbax_metadata.layout_of(layouts.get(leaf.name), found.grid.shape)
                 tensors[name] = ChunkTensor(name, found, store, layout)
                 nodes[*at, *leaf.path] = {"tensor": name}
+                if leaf.name in random_keys:
+                    notes.append(f"{name}: the data of random keys of JAX ({random_keys[leaf.name]})")
         except DtckptError as error:
             refused[name] = error
     folders = {leaf.name.split("/")[0] for leaf in tree.leaves}
@@ -215,7 +242,19 @@ def _read_tree(folder: Folder, store: str, names: Collection[str], at: Path = ()
     if tree.custom:
         unread.append(f"{prefix}{TREE_METADATA}: custom_metadata")
     files = [f"{prefix}{name}" for name in names if f"{prefix}{name}" not in unread]
-    return _Item(structure_of(nodes), tensors, {store: reader}, refused, files, unread)
+    return _Item(structure_of(nodes), tensors, {store: reader}, refused, files, unread, notes)
+
+
+def _random_keys(where: Folder, names: Collection[str]) -> dict[str, str]:
+    """Return the implementation of each array of random keys, by the array's name. Blocks: on storage."""
+    below = where / ARRAY_METADATAS
+    # Each process has a file, of the arrays that it wrote; where folders are not listed, the first.
+    files = below.names() if isinstance(below, LocalFolder) and ARRAY_METADATAS in names else ["process_0"]
+    found: dict[str, str] = {}
+    for name in files:
+        with suppress(OSError, MalformedError):
+            found |= orbax_metadata.parse_random_keys(below.read_whole(name, MAX_METADATA_NBYTES))
+    return found
 
 
 def _has_database(where: Folder, tree: OrbaxTree) -> bool:
@@ -259,8 +298,7 @@ def _read_arrays(reader: ValueReader, where: Folder, tree: OrbaxTree) -> dict[st
     wanted = [leaf for leaf in tree.leaves if not leaf.is_empty and leaf.value_type != "string"]
     if reader.has_database:
         return {leaf.name: read(leaf) for leaf in wanted}
-    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-documents") as pool:
-        return dict(zip((leaf.name for leaf in wanted), pool.map(read, wanted), strict=True))
+    return dict(zip((leaf.name for leaf in wanted), read_each(where, read, wanted), strict=True))
 
 
 def _scalar(array: ZarrArray, reader: ValueReader, where: Folder) -> trees.Node:

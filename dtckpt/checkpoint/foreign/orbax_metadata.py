@@ -6,6 +6,7 @@
     _METADATA              {"tree_metadata": {..: {"key_metadata": [{"key", "key_type"}], "value_metadata": {..}}}}
     _strings.json          {name: text}
     _sharding              {base64 of a name: JSON text of the sharding}
+    array_metadatas/..     {"array_metadatas": [{"array_metadata": {"param_name", "ext_metadata": {"impl": name}}}]}
 
 The name of an array is the keys of its path, joined by dots. As keys may have dots, too, a name does not tell the keys.
 
@@ -130,6 +131,21 @@ def _leaf(entry: Mapping[str, Any], where: str) -> OrbaxLeaf:
     if not isinstance(value["value_type"], str):
         raise TypeError("the type of a value is no text")
     return OrbaxLeaf(tuple(path), ".".join(keys), value["value_type"], value.get("skip_deserialize") is True)
+
+
+def parse_random_keys(data: bytes) -> dict[str, str]:
+    """Parse a file of ``array_metadatas``; return the implementation of each array of random keys, by name.
+
+    A file that is malformed has none: it is not needed to read arrays.
+    """
+    with suppress(ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        entries = [each["array_metadata"] for each in json.loads(data)["array_metadatas"]]
+        return {
+            each["param_name"]: str(implementation)[:80]
+            for each in entries
+            if each.get("ext_metadata") and (implementation := next(iter(each["ext_metadata"].values()), None))
+        }
+    return {}
 
 
 def parse_object(data: bytes, where: str) -> Mapping[str, Any]:

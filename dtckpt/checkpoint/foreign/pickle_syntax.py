@@ -20,8 +20,8 @@ are the opcodes of Python's extension registry, of buffers outside the pickle, a
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -131,8 +131,8 @@ class PickledCall:
     arguments: tuple[Any, ...] = ()
     keywords: Any = None
     state: Any = None
-    items: list[Any] = field(default_factory=list)
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    items: Sequence[Any] = ()
+    pairs: Sequence[tuple[Any, Any]] = ()
 
     @property
     def name(self) -> str:
@@ -188,7 +188,7 @@ def _malformed(where: str, reason: str) -> CheckpointCorruptError:
 
 
 class _Machine:
-    """The stack machine; each method that `_OPERATIONS` names runs one opcode."""
+    """The stack machine; each method that `_OPERATIONS` names runs one opcode, and `run` the frequent ones."""
 
     __slots__ = ("budget", "data", "made", "marks", "memo", "position", "stack")
 
@@ -196,7 +196,7 @@ class _Machine:
         self.data = data
         self.budget = budget
         self.made = 0
-        """Bytes that were made and not yet drawn from the budget."""
+        """Bytes that the last method made, without those of its opcode."""
         self.position = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []
@@ -204,19 +204,67 @@ class _Machine:
         self.memo: list[Any] = []
         """By number, the objects that later opcodes refer to. No dict: the pickle chooses the numbers."""
 
-    def run(self) -> Any:
+    def run(self) -> Any:  # noqa: PLR0912, PLR0915  (to call functions would take longer than to run an opcode)
         """Run the program to its end; return the value on the stack."""
         data, operations, sizes = self.data, _OPERATIONS, _NBYTES
-        while True:
-            code = data[self.position]
-            self.position += 1
-            self.made += sizes[code]
-            if self.made > _BATCH_NBYTES or code == _STOP:
-                self.budget.take(self.made)
-                self.made = 0
-            if code == _STOP:
-                return self.stack.pop()
-            operations[code](self)
+        stack, memo, marks = self.stack, self.memo, self.marks
+        position = made = 0
+        try:
+            while True:
+                code = data[position]
+                position += 1
+                made += sizes[code]
+                if made > _BATCH_NBYTES or code == _STOP:
+                    self.budget.take(made)
+                    made = 0
+                # The opcodes that most programs consist of, the most frequent first: to call a method takes longer than
+                # to run one of them.
+                if code == _MEMOIZE:
+                    memo.append(stack[-1])
+                elif code == _BINGET:
+                    number = data[position]
+                    position += 1
+                    if (value := memo[number]) is _ABSENT:
+                        raise KeyError(number)
+                    stack.append(value)
+                elif code == _LONG_BINGET:
+                    number = int.from_bytes(data[position : position + 4], "little")
+                    position += 4
+                    if (value := memo[number]) is _ABSENT:
+                        raise KeyError(number)
+                    stack.append(value)
+                elif code == _BININT1:
+                    stack.append(data[position])
+                    position += 1
+                elif code == _MARK:
+                    marks.append(len(stack))
+                elif code == _EMPTY_TUPLE:
+                    stack.append(())
+                elif code == _NEWOBJ or code == _REDUCE:  # noqa: PLR1714, SIM109  (faster than a tuple)
+                    arguments = stack.pop()
+                    stack[-1] = _call(stack[-1], arguments)
+                elif code == _TUPLE1:
+                    stack[-1] = (stack[-1],)
+                elif code == _BUILD:
+                    state = stack.pop()
+                    if type(stack[-1]) is not PickledCall:
+                        raise TypeError(f"{type(stack[-1]).__name__} takes no state")
+                    stack[-1].state = state
+                elif code == _EMPTY_DICT:
+                    stack.append(Pairs())
+                elif code == _BINPUT and data[position] == len(memo):
+                    memo.append(stack[-1])
+                    position += 1
+                elif code == _STOP:
+                    return stack.pop()
+                else:
+                    self.position = position
+                    operations[code](self)
+                    position = self.position
+                    made += self.made
+                    self.made = 0
+        finally:
+            self.position = max(self.position, position)  # for the message of an error
 
     def take(self, count: int) -> bytes:
         """Return the next bytes of the program."""
@@ -251,9 +299,6 @@ class _Machine:
         """Pass over the length of a frame, which only helps a reader of a file."""
         self.position += 8
 
-    def mark(self) -> None:
-        self.marks.append(len(self.stack))
-
     def pop(self) -> None:
         self.stack.pop()
 
@@ -267,7 +312,8 @@ class _Machine:
         added = self.pop_marked() if items is None else items
         target = self.stack[-1]
         if type(target) is PickledCall:
-            target = target.items
+            call, target = target, target.items if type(target.items) is list else []
+            call.items = target
         if type(target) is not list:
             raise TypeError(f"items cannot be appended to {type(target).__name__}")
         target.extend(added)
@@ -281,8 +327,9 @@ class _Machine:
         self.made += _PAIR_NBYTES * len(flat) // 2
         target = self.stack[-1]
         if type(target) is PickledCall:
-            target.pairs.extend(_paired(flat))
-        elif type(target) is Pairs:
+            call, target = target, target.pairs if type(target.pairs) is Pairs else Pairs()
+            call.pairs = target
+        if type(target) is Pairs:
             target.extend(_paired(flat))
         else:
             raise TypeError(f"keys cannot be set in {type(target).__name__}")
@@ -304,19 +351,9 @@ class _Machine:
     def make_frozenset(self) -> None:
         self.stack.append(PickledCall(_FROZENSET, (self.pop_marked(),)))
 
-    def call(self) -> None:
-        arguments, function = self.stack.pop(), self.stack.pop()
-        self.stack.append(_call(function, arguments))
-
     def call_with_keywords(self) -> None:
         keywords, arguments, function = self.stack.pop(), self.stack.pop(), self.stack.pop()
         self.stack.append(_call(function, arguments, keywords))
-
-    def build(self) -> None:
-        state, target = self.stack.pop(), self.stack[-1]
-        if type(target) is not PickledCall:
-            raise TypeError(f"{type(target).__name__} takes no state")
-        target.state = state
 
     def name_global(self) -> None:
         module = self.take_line()
@@ -332,21 +369,12 @@ class _Machine:
     def refer_outside(self) -> None:
         self.stack.append(Persistent(self.stack.pop()))
 
-    def memoize(self) -> None:
-        self.memo.append(self.stack[-1])
-
     def memoize_as(self, number: int) -> None:
         """Note an object under a number. Python counts up; a pickle that was optimized leaves numbers out."""
         if number > len(self.data):
             raise ValueError(f"object {number} of {len(self.data)} bytes")
         self.memo.extend([_ABSENT] * (number + 1 - len(self.memo)))
         self.memo[number] = self.stack[-1]
-
-    def recall(self, number: int) -> None:
-        """Push the object of a number."""
-        if self.memo[number] is _ABSENT:
-            raise KeyError(number)
-        self.stack.append(self.memo[number])
 
 
 def _call(function: Any, arguments: Any, keywords: Any = None) -> PickledCall:
@@ -361,7 +389,8 @@ def _paired(items: list[Any]) -> list[tuple[Any, Any]]:
 
 _BYTE, _SHORT, _INT, _UINT = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<i"), struct.Struct("<I")
 _ULONG, _DOUBLE = struct.Struct("<Q"), struct.Struct(">d")
-_STOP = ord(".")
+_STOP, _MARK, _MEMOIZE, _BINGET, _LONG_BINGET, _BINPUT, _BININT1 = b".(\x94hjqK"
+_EMPTY_TUPLE, _NEWOBJ, _REDUCE, _TUPLE1, _BUILD, _EMPTY_DICT = b")\x81R\x85b}"
 _SET, _FROZENSET, _BYTEARRAY = (Global(f"builtins.{name}") for name in ("set", "frozenset", "bytearray"))
 _ABSENT = object()
 """In place of an object that has no number."""
@@ -382,10 +411,6 @@ def _counted(length: struct.Struct, decode: Callable[[bytes], Any]) -> Callable[
 
 def _put(length: struct.Struct) -> Callable[[_Machine], None]:
     return lambda machine: machine.memoize_as(machine.take_number(length))
-
-
-def _get(length: struct.Struct) -> Callable[[_Machine], None]:
-    return lambda machine: machine.recall(machine.take_number(length))
 
 
 def _tuple_of(count: int) -> Callable[[_Machine], None]:
@@ -433,33 +458,23 @@ _NAMED: dict[bytes, Callable[[_Machine], None]] = {
     b"a": _Machine.append,
     b"e": _Machine.extend,
     b"l": _Machine.make_list,
-    b"}": _constant(Pairs),
     b"s": _Machine.set_item,
     b"u": _Machine.set_items,
     b"d": _Machine.make_dict,
     b"\x8f": _Machine.make_set,
     b"\x90": _Machine.extend,
     b"\x91": _Machine.make_frozenset,
-    b")": _constant(tuple),
     b"t": _Machine.make_tuple,
-    b"\x85": _tuple_of(1),
     b"\x86": _tuple_of(2),
     b"\x87": _tuple_of(3),
-    b"(": _Machine.mark,
     b"0": _Machine.pop,
     b"1": _Machine.drop_marked,
     b"2": _Machine.duplicate,
     b"q": _put(_BYTE),
     b"r": _put(_UINT),
-    b"\x94": _Machine.memoize,
-    b"h": _get(_BYTE),
-    b"j": _get(_UINT),
     b"c": _Machine.name_global,
     b"\x93": _Machine.name_global_of_stack,
-    b"R": _Machine.call,
-    b"\x81": _Machine.call,
     b"\x92": _Machine.call_with_keywords,
-    b"b": _Machine.build,
     b"Q": _Machine.refer_outside,
 }
 _OPERATIONS = [_NAMED.get(bytes([code]), _unknown) for code in range(256)]

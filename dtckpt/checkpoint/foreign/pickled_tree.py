@@ -152,13 +152,13 @@ class _Walk:
         return {"type": [kind, argument, below]}
 
 
-def _read_dict(call: PickledCall) -> tuple[None, list[tuple[Any, Any]]]:
+def _read_dict(call: PickledCall) -> tuple[None, Sequence[tuple[Any, Any]]]:
     """Return the items of an ``OrderedDict`` or a ``Counter``, which are set one by one or are its argument."""
     given = call.arguments[0] if call.arguments else []
     return None, [*((key, value) for key, value in given), *call.pairs]
 
 
-def _read_defaultdict(call: PickledCall) -> tuple[str | None, list[tuple[Any, Any]]]:
+def _read_defaultdict(call: PickledCall) -> tuple[str | None, Sequence[tuple[Any, Any]]]:
     factory = call.arguments[0] if call.arguments else None
     if factory is None:
         return None, call.pairs
@@ -175,7 +175,7 @@ def _read_deque(call: PickledCall) -> tuple[int | None, list[Any]]:
     return maxlen, [*(given or ()), *call.items]
 
 
-def _read_namespace(call: PickledCall) -> tuple[None, list[tuple[Any, Any]]]:
+def _read_namespace(call: PickledCall) -> tuple[None, Sequence[tuple[Any, Any]]]:
     state = Pairs() if call.state is None else call.state
     if type(state) is not Pairs or any(type(name) is not str for name, _ in state):
         raise TypeError("its state is no dict of names")

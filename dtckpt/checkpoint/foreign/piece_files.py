@@ -24,7 +24,7 @@ from typing_extensions import override
 from dtckpt.checkpoint.foreign.torch_files import PieceLocator
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
 from dtckpt.checkpoint.reading.piece_reads import PieceInfo, Span, plan_spans
-from dtckpt.checkpoint.reading.pieces import CheckedBytes, Piece, PieceIndex, PieceTensor
+from dtckpt.checkpoint.reading.pieces import CheckedBytes, Piece, PieceIndex, PieceTensor, RulePieces
 from dtckpt.checkpoint.reading.read_chunks import Scratch, convert, cut, validate_convertible
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
 from dtckpt.checkpoint.reading.verified_reads import (
@@ -88,10 +88,13 @@ class PieceFiles(CheckpointFiles):
         self._locator = PieceLocator(folder, self._read_bytes)
         self._places: dict[Piece, Piece] = {}
         self._sound: set[tuple[str, CheckedBytes]] = set()
-        sizes = index.file_nbytes()
+        sizes = index.file_nbytes
         with translate_errors("look for the files of the checkpoint", folder, is_read=True):
             if (short := folder.find_short_file(sizes)) is not None:
-                raise MalformedError(f"{short} is missing or cut short: expected at least {sizes[short]} bytes")
+                raise MalformedError(
+                    f"{short} is missing or cut short: expected at least {sizes[short]} bytes, with "
+                    f"{index.held_in(short)}"
+                )
             self._stamps = _stamps(folder.path, sizes) if isinstance(folder, LocalFolder) else {}
             samples = b"\0".join(self._samples())
         self.identity = f"{bytes_digest(samples):016x}"
@@ -99,19 +102,12 @@ class PieceFiles(CheckpointFiles):
 
     def _samples(self) -> Iterator[bytes]:
         """Yield the facts of the index, and some bytes of the files: a model that was trained on has others."""
-        facts = [
-            (name, tensor.shape, tensor.dtype, [(piece.region, piece.file, piece.offset) for piece in tensor.pieces])
-            for name, tensor in self._index.tensors.items()
-        ]
+        facts = [(name, each.shape, each.dtype, _facts(each.pieces)) for name, each in self._index.tensors.items()]
         yield repr((self.kind, facts, self.structure, sorted(self.refused))).encode("utf-8", "surrogatepass")
         for tensor in self._index.tensors.values():
             if tensor.elements is not None:
                 yield tensor.elements.tobytes()
-        pieces = sorted(
-            (piece.file, piece.offset, piece.stop(tensor.itemsize))
-            for tensor in self._index.tensors.values()
-            for piece in tensor.pieces
-        )
+        pieces = sorted(self._index.extents())
         some = pieces[:: max(1, len(pieces) // NUM_SAMPLES)][:NUM_SAMPLES]
         # From the middle: embeddings may begin with zeros.
         starts = [(file, (start + stop) // 2, stop) for file, start, stop in some]
@@ -341,7 +337,7 @@ class PieceFiles(CheckpointFiles):
 
     @override
     def tied(self) -> Mapping[str, str]:
-        first: dict[tuple[tuple[int, ...], str, tuple[Piece, ...]], str] = {}
+        first: dict[tuple[tuple[int, ...], str, tuple[Piece, ...] | RulePieces], str] = {}
         tied: dict[str, str] = {}
         for name in trees.tensor_names(self.structure):
             tensor = self._index.tensors[name]
@@ -353,6 +349,13 @@ class PieceFiles(CheckpointFiles):
     @override
     def close(self) -> None:
         self._ranges.close()
+
+
+def _facts(pieces: tuple[Piece, ...] | RulePieces) -> object:
+    """Return the facts by which pieces differ from others."""
+    if isinstance(pieces, RulePieces):
+        return pieces.key
+    return [(each.region.offset, each.region.shape, each.file, each.offset) for each in pieces]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -407,4 +410,4 @@ def _stamp(status: os.stat_result) -> _Stamp:
 
 
 def _stamps(folder: Path, files: Iterable[str]) -> Mapping[str, _Stamp]:
-    return {file: _stamp(os.stat(folder / file)) for file in files}
+    return {file: _stamp(os.stat(f"{folder}/{file}")) for file in files}

@@ -106,7 +106,7 @@ def index_of(where: str, headers: Mapping[str, SafetensorsHeader], index: Weight
         digests = _content(header.metadata)
         for name, tensor in header.tensors.items():
             if name in stored:
-                other = stored[name].pieces[0].file if stored[name].pieces else "another file"
+                other = next((piece.file for piece in stored[name].pieces), "another file")
                 raise CheckpointCorruptError(
                     f"tensor {name[:200]!r} is in {other} and in {file} of {where}; open the file that you mean, by "
                     "its own path"

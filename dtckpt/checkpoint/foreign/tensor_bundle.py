@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from dtckpt.checkpoint.foreign.sstable import mask, read_varint, unmask, varint
+from dtckpt.checkpoint.foreign.protobuf_fields import bytes_field, fields, number_field
+from dtckpt.checkpoint.foreign.sstable import mask, read_varint, unmask
 from dtckpt.checkpoint.reading.pieces import CheckedBytes, Piece, PieceTensor
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
 from dtckpt.format.dtypes import DTYPES
@@ -56,7 +58,8 @@ DTYPE_NUMBERS: Mapping[str, int] = {
 """Number of an element type in TensorFlow (``DataType``), by its name."""
 _DTYPES = {number: name for name, number in DTYPE_NUMBERS.items()}
 _MAX_SHARDS = 1 << 17
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VERSION = 1
+"""Of the format, in the header; a header with a larger ``min_consumer`` is of a newer format."""
 _FULL = -1
 """The length of a slice in a dim of which it has all."""
 # Of the code of a signed number with so many bytes, the bits of its first two bytes that tell the length.
@@ -87,14 +90,12 @@ class BundleEntry:
         """Parse an entry. Raises: ValueError, IndexError or struct.error: The entry is damaged."""
         single: dict[int, Any] = {}
         slices: list[tuple[Extent, ...]] = []
-        for number, value in _fields(data):
+        for number, value in fields(data):
             if number == 7:
-                slices.append(tuple(_extent(extent) for each, extent in _fields(_data(value)) if each == 1))
+                slices.append(tuple(_extent(extent) for each, extent in fields(_data(value)) if each == 1))
             else:
                 single[number] = value
-        shape = tuple(
-            _int64(dict(_fields(_data(dim))).get(1, 0)) for each, dim in _fields(_data(single.get(2, b""))) if each == 2
-        )
+        shape = _shape(_data(single.get(2, b"")))
         dtype, shard, offset, nbytes = (single.get(number, 0) for number in (1, 3, 4, 5))
         crc = single.get(6)
         if not all(type(number) is int for number in (dtype, shard, offset, nbytes, crc or 0)):
@@ -103,44 +104,20 @@ class BundleEntry:
 
     def to_bytes(self) -> bytes:
         """Return the entry, which has no slices. The length does not depend on the CRC."""
-        dims = b"".join(_field(2, _number(1, size)) for size in self.shape)
-        numbers = _number(3, self.shard) + _number(4, self.offset) + _number(5, self.nbytes)
-        return _number(1, self.dtype) + _field(2, dims) + numbers + b"\x35" + struct.pack("<I", mask(self.crc or 0))
+        dims = b"".join(bytes_field(2, number_field(1, size)) for size in self.shape)
+        numbers = number_field(3, self.shard) + number_field(4, self.offset) + number_field(5, self.nbytes)
+        return (
+            number_field(1, self.dtype)
+            + bytes_field(2, dims)
+            + numbers
+            + b"\x35"
+            + struct.pack("<I", mask(self.crc or 0))
+        )
 
 
 def header_bytes(num_shards: int) -> bytes:
     """Return the header of an index."""
-    return _number(1, num_shards) + _field(3, _number(1, 1))
-
-
-def _number(number: int, value: int) -> bytes:
-    return varint(number << 3) + varint(value) if value else b""
-
-
-def _field(number: int, data: bytes) -> bytes:
-    return varint(number << 3 | _BYTES) + varint(len(data)) + data
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the fields of a protobuf message: ints, and bytes."""
-    position = 0
-    while position < len(data):
-        tag, position = read_varint(data, position)
-        kind = tag & 7
-        value: int | bytes
-        if kind == _VARINT:
-            value, position = read_varint(data, position)
-        elif kind == _BYTES:
-            nbytes, position = read_varint(data, position)
-            value, position = data[position : position + nbytes], position + nbytes
-        elif kind in (_FIXED32, _FIXED64):
-            (value,) = struct.unpack_from("<I" if kind == _FIXED32 else "<Q", data, position)
-            position += 4 if kind == _FIXED32 else 8
-        else:
-            raise ValueError(f"a message has a field of kind {kind}")
-        if position > len(data):
-            raise ValueError("a message is cut short")
-        yield tag >> 3, value
+    return number_field(1, num_shards) + bytes_field(3, number_field(1, 1))
 
 
 def _data(value: Any) -> bytes:
@@ -155,9 +132,15 @@ def _int64(value: Any) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+@lru_cache(maxsize=1 << 10)
+def _shape(data: bytes) -> tuple[int, ...]:
+    """Return the sizes in a TensorShapeProto; layers have the same."""
+    return tuple(_int64(dict(fields(_data(dim))).get(1, 0)) for each, dim in fields(data) if each == 2)
+
+
 def _extent(value: Any) -> Extent:
-    fields = dict(_fields(_data(value)))
-    return _int64(fields.get(1, 0)), _int64(fields[2]) if 2 in fields else _FULL
+    ends = dict(fields(_data(value)))
+    return _int64(ends.get(1, 0)), _int64(ends[2]) if 2 in ends else _FULL
 
 
 def slice_key(name: bytes, extents: Sequence[Extent]) -> bytes:
@@ -206,17 +189,25 @@ class Bundle:
 
         Raises:
             CheckpointCorruptError: One is damaged, or there is no header.
-            CheckpointVersionError: The elements are big endian.
+            CheckpointVersionError: The elements are big endian, or the format is newer.
         """
         entries = dict(table)
         try:
-            header = dict(_fields(entries.pop(b"")))
+            header = dict(fields(entries.pop(b"")))
             num_shards = header.get(1, 0)
+            versions = dict(fields(_data(header.get(3, b""))))
+            if (least := _int64(versions.get(2, 0))) > _VERSION:
+                raise CheckpointVersionError(
+                    f"{where} is for readers of version {least} and later, expected {_VERSION}; upgrade dtckpt, or "
+                    "write it anew with TensorFlow"
+                )
             if header.get(2, 0) != 0:
                 raise CheckpointVersionError(f"{where} is of a big endian machine, expected a little endian one")
             if type(num_shards) is not int or not 0 <= num_shards <= _MAX_SHARDS:
                 raise ValueError(f"it has {num_shards!r:.40} data files")
             parsed = {key: BundleEntry.parse(value) for key, value in entries.items()}
+        except CheckpointVersionError:
+            raise
         except (KeyError, IndexError, ValueError, struct.error) as error:
             raise CheckpointCorruptError(f"{where} is damaged: {error!r:.120}; restore another checkpoint") from None
         return cls(num_shards, parsed, stem, where)
@@ -285,6 +276,15 @@ class Bundle:
         crc = entry.crc
         checked = None if crc is None else CheckedBytes(entry.offset, nbytes, crc, is_castagnoli=True)
         return Piece(region, self.file(entry.shard), entry.offset, checked=checked)
+
+
+def key_of(path: Sequence[str]) -> str:
+    """Return the name of the value of the object at a path.
+
+    >>> key_of(("model", "d", "x.y/z"))
+    'model/d/x..y.Sz/.ATTRIBUTES/VARIABLE_VALUE'
+    """
+    return "/".join(key.replace(".", "..").replace("/", ".S") for key in path) + VALUE_SUFFIX
 
 
 def path_of(name: str) -> tuple[str, ...] | None:

@@ -1,6 +1,7 @@
 """Find and read files of ``torch.save``, and streams within files: the tree in the pickle, and where each tensor is.
 
-A model of transformers may lie in several files, which an index names: ``pytorch_model.bin.index.json``.
+A model of transformers may lie in a folder: in ``pytorch_model.bin``, or in several files, which an index names:
+``pytorch_model.bin.index.json``.
 
 A stream is a part of a file, as in PyTorch's distributed checkpoints: a small zip around the elements of one tensor.
 Its first and last bytes tell where they are::
@@ -11,19 +12,19 @@ Its first and last bytes tell where they are::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget
+from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget, parse_pickle
 from dtckpt.checkpoint.foreign.pickled_tensors import StorageView, tensor_view
 from dtckpt.checkpoint.foreign.pickled_tree import Leaf, read_tree
 from dtckpt.checkpoint.foreign.safetensors_index import MAX_INDEX_NBYTES, parse_weight_map
-from dtckpt.checkpoint.foreign.torch_zip import CRC_NBYTES, TAIL_NBYTES, Read, Record, TorchZip, read_zip
+from dtckpt.checkpoint.foreign.torch_zip import CRC_NBYTES, TAIL_NBYTES, Parse, Read, Record, TorchZip, read_zip
 from dtckpt.checkpoint.reading.pieces import (
     CheckedBytes,
     Piece,
@@ -36,11 +37,15 @@ from dtckpt.errors import CheckpointCorruptError, DtckptError
 from dtckpt.format import tree as trees
 from dtckpt.layout.region import Region
 from dtckpt.storage.folder import Folder
+from dtckpt.storage.local_folder import LocalFolder
+from dtckpt.storage.regular_files import regular_nbytes
 
 KIND = "torch"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_SUFFIX = ".bin.index.json"
-MARKERS = (f"pytorch_model{INDEX_SUFFIX}",)
+WHOLE = ("pytorch_model.bin", "adapter_model.bin")
+"""Names that Hugging Face's libraries give to a model in one file."""
+MARKERS = (f"pytorch_model{INDEX_SUFFIX}", *WHOLE)
 _MAX_BITS = 60
 
 
@@ -51,8 +56,8 @@ def is_file(name: str, head: bytes) -> bool:
 
 
 def is_folder(names: Collection[str]) -> bool:
-    """Whether a directory is such a checkpoint: if it has an index of several files."""
-    return any(name.endswith(INDEX_SUFFIX) for name in names)
+    """Whether a directory is such a checkpoint: if it has a model in one file, or an index of several files."""
+    return any(name.endswith(INDEX_SUFFIX) or name in WHOLE for name in names)
 
 
 def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
@@ -60,7 +65,8 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
 
     Args:
         folder: The folder that the file is in.
-        names: The name of the file or of the index; or all names in the folder, if one of them is an index.
+        names: The name of the file or of the index; or all names in the folder, if one of them is an index or of
+            `WHOLE`.
 
     Raises:
         CheckpointCorruptError: A file is missing, cut short or malformed; or two have a tensor of one name.
@@ -68,9 +74,9 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
         TreeError: The object in a file is neither a tensor nor a container nor a plain value.
     """
     indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
-    if not indexes:
-        (name,) = names
-        return _read_file(folder, name)
+    alone = next((name for name in WHOLE if name in names), None if indexes else next(iter(names)))
+    if alone is not None:
+        return replace(_read_file(folder, alone), unread=tuple(sorted(set(names) - {alone})))
     if len(indexes) > 1:
         raise CheckpointCorruptError(f"{folder} holds several models: {', '.join(indexes)[:200]}; open one by its path")
     return _read_parts(folder, indexes[0], names)
@@ -108,7 +114,9 @@ def _read_parts(folder: Folder, name: str, names: Collection[str]) -> PieceIndex
 
 
 def file_nbytes(folder: Folder, name: str) -> int:
-    """Return the size of a file. Storage is asked only whether there are so many bytes, as object stores can tell."""
+    """Return the size of a file. An object store is asked only whether there are so many bytes, as all can tell."""
+    if isinstance(folder, LocalFolder):
+        return regular_nbytes(f"{folder.path}/{name}")
     nbytes = 0
     for bit in reversed(range(_MAX_BITS)):
         if folder.find_short_file({name: nbytes | 1 << bit}) is None:
@@ -148,17 +156,24 @@ class TorchStream:
         """
         views = [leaf for leaf in leaves.values() if isinstance(leaf, StorageView)]
         storages = sorted({(view.key, view.storage_nbytes) for view in views if 0 not in view.shape})
-        # Each is one small read, which takes long elsewhere.
-        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
-            find = pool.map if len(storages) > 1 else map
-            found = find(lambda storage: self.zip.storage(*storage), storages)
-            places = dict(zip(storages, ((start, record.crc) for start, record in found), strict=True))
+        places = {
+            storage: (start, record.crc)
+            for storage, (start, record) in zip(storages, self._find(storages), strict=True)
+        }
         return {
             name: _array(name, leaf)
             if isinstance(leaf, np.ndarray)
             else PieceTensor(name, leaf.shape, leaf.dtype, self._pieces(leaf, places))
             for name, leaf in leaves.items()
         }
+
+    def _find(self, storages: Sequence[tuple[str, int]]) -> list[tuple[int, Record]]:
+        """Return the begin and the record of each storage. Blocks: on storage."""
+        if len(storages) <= 1:
+            return [self.zip.storage(*storage) for storage in storages]
+        # Each is one small read, which takes long elsewhere.
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
+            return list(pool.map(lambda storage: self.zip.storage(*storage), storages))
 
     def _pieces(self, view: StorageView, places: Mapping[tuple[str, int], tuple[int, int]]) -> tuple[Piece, ...]:
         # A tensor without elements has no pieces.
@@ -232,6 +247,7 @@ def open_stream(
     read_file: Read | None = None,
     *,
     budget: ReadBudget | None = None,
+    parse: Parse = parse_pickle,
 ) -> TorchStream:
     """Read a stream of ``torch.save``, but for the elements. Blocks: on storage.
 
@@ -242,6 +258,7 @@ def open_stream(
         nbytes: Bytes of the stream.
         read_file: Reads the file, if a part of it is in memory already.
         budget: As for `dtckpt.checkpoint.foreign.pickle_syntax.parse_pickle`.
+        parse: As for `dtckpt.checkpoint.foreign.torch_zip.read_zip`.
 
     Raises:
         CheckpointCorruptError: The stream is damaged.
@@ -253,7 +270,7 @@ def open_stream(
         return folder.read(file, *bounds) if read_file is None else read_file(*bounds)
 
     where = f"{folder}/{file}" if offset == 0 else f"{folder}/{file}, from byte {offset}"
-    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where, budget), file, offset)
+    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where, budget, parse), file, offset)
 
 
 def _with_windows(read: Read, nbytes: int) -> Read:

@@ -51,6 +51,8 @@ _OLD_NBYTES = 262
 
 Read = Callable[[int, int], bytes]
 """Returns the bytes of a file from a position to another position; fewer where the file ends before."""
+Parse = Callable[[bytes, str, ReadBudget], Any]
+"""Returns the value of a pickle, as `parse_pickle` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,9 @@ class TorchZip:
         return self.storage(view.key, view.storage_nbytes)[0] + view.start
 
 
-def read_zip(read: Read, nbytes: int, where: str, budget: ReadBudget | None = None) -> TorchZip:
+def read_zip(
+    read: Read, nbytes: int, where: str, budget: ReadBudget | None = None, parse: Parse = parse_pickle
+) -> TorchZip:
     """Read the directory and the pickle of a file of ``torch.save``.
 
     Args:
@@ -128,6 +132,7 @@ def read_zip(read: Read, nbytes: int, where: str, budget: ReadBudget | None = No
         nbytes: Bytes of the file.
         where: Its name, for messages.
         budget: As for `parse_pickle`.
+        parse: Parses the pickle.
 
     Raises:
         CheckpointCorruptError: The file is cut short or malformed, or makes far more than its bytes.
@@ -149,7 +154,7 @@ def read_zip(read: Read, nbytes: int, where: str, budget: ReadBudget | None = No
         if records[name].nbytes > MAX_PICKLE_NBYTES:
             raise _malformed(where, f"its pickle has {records[name].nbytes} bytes")
         budget = ReadBudget(where) if budget is None else budget
-        value = parse_pickle(_content(records[name], read, where), where, budget)
+        value = parse(_content(records[name], read, where), where, budget)
     except (struct.error, UnicodeDecodeError) as error:
         raise _malformed(where, str(error)) from error
     return TorchZip(where, value, prefix, records, read, budget)

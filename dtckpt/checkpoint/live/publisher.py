@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -32,6 +33,8 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.leaves import torch_dtype
 from dtckpt.checkpoint.live.fan_out import MAX_COPIES
 from dtckpt.checkpoint.live.feed_client import feed_client
+from dtckpt.checkpoint.live.lent_version import POLL_S, LendingFolder, LentVersion, await_readers, validate_lendable
+from dtckpt.checkpoint.live.own_registry import OwnRegistry, start_registry
 from dtckpt.checkpoint.live.pulls import PullService
 from dtckpt.checkpoint.live.version_checkpoint import index_digest
 from dtckpt.checkpoint.live.versions import (
@@ -43,8 +46,9 @@ from dtckpt.checkpoint.live.versions import (
 )
 from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.parts.announced_boxes import AnnouncedBoxes
-from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.host_folder import PartFile
 from dtckpt.checkpoint.parts.layout_tags import validate_tags
+from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.checkpoint.parts.part_writer import PartInProgress, described_pieces
 from dtckpt.checkpoint.parts.peers import Peer, own_address
 from dtckpt.checkpoint.parts.records import NO_COPIES, PartIndex, SaveId
@@ -55,6 +59,8 @@ from dtckpt.checkpoint.saving.report import SaveReport
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State, state_of_tree
 from dtckpt.checkpoint.saving.stored_dtypes import CAST_DTYPES, Casts
+from dtckpt.checkpoint.timing import BARRIER
+from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.coordination.feeds.client import FeedClient, host_name
 from dtckpt.coordination.feeds.events import MAX_KEEP, validate_feed
@@ -72,9 +78,9 @@ from dtckpt.format.dtypes import DTYPES
 
 logger = logging.getLogger("dtckpt.live")
 
+_open_feeds: WeakKeyDictionary[Coordination, set[str]] = WeakKeyDictionary()
+"""The feeds that publishers of this process have open: two of one feed would free each other's versions."""
 WhenFull = Literal["wait", "skip", "raise"]
-POLL_S = 0.05
-"""How often a publisher asks whether readers have let go of a version."""
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  every user's directory lies below it, and is private
 
 
@@ -92,22 +98,29 @@ class _BegunVersion:
 
     Args:
         save: Its identity.
-        agreed: The agreed plan, and this client's state in the file.
+        agreed: The agreed plan, and this client's state in the file, or where it lies.
         part: The file.
+        lent: The memory, if there is no file.
         tags: The layout tags, by glob on names.
     """
 
     save: SaveId
     agreed: Agreed
     part: PartInProgress
+    lent: LentMemory | None
     tags: Mapping[str, str]
+
+    @property
+    def memory(self) -> PartFile | LentMemory:
+        """Where readers find the elements."""
+        return self.lent or self.part.take(self.agreed.plan)
 
 
 class Publisher:
     """Publishes versions of a job's state to a feed. A context manager.
 
     Collective: Over all clients of the job, with the same arguments but ``folder`` and ``address``; barrier
-    ``live/open``.
+    ``live/registry``, then ``live/open``.
 
     Args:
         name: Name of the feed, in the coordinator.
@@ -121,9 +134,11 @@ class Publisher:
         address: Address at which readers reach this client. Default: the address from which it reaches ``MASTER_ADDR``.
         options: Of these, ``timeout_s`` and ``chunk_nbytes`` count, and how copies of one value are told apart.
         timeout_s: Longest wait of `publish` for memory, and of readers' requests, in seconds.
+        registry: ``host:port`` at which client 0 runs the registry of the feed, where there is no coordinator. Readers
+            are given the same address. Default: the coordinator.
 
     Raises:
-        ConfigError: A value is out of range, or there is no coordinator.
+        ConfigError: A value is out of range, there is no coordinator, or the registry cannot listen at its address.
         FencedError: Another job, or a newer attempt of this one, publishes the feed.
         CoordinatorPermissionError: The token of this job may not publish it.
         StorageError: The folder cannot be made.
@@ -140,6 +155,7 @@ class Publisher:
         address: str | None = None,
         options: SaveOptions | None = None,
         timeout_s: float = 60.0,
+        registry: str | None = None,
     ) -> None:
         validate_feed(name)
         if type(keep) is not int or not 1 <= keep <= MAX_KEEP:
@@ -152,17 +168,18 @@ class Publisher:
         self._timeout_s = timeout_s
         self._options = options or SaveOptions()
         self._coordination = current_coordination()
+        self._own_registry = None if registry is None else OwnRegistry(registry, self._coordination)
         member = self._coordination.member
         self._client = member.client
         self._host = host_name()
         where = default_folder() if folder is None else Path(folder).absolute()
-        self._folder = HostFolder(
-            where, job_of_feed(name, member.job), host=self._host, title="the live versions", max_nbytes=max_nbytes
-        )
+        self._folder = LendingFolder(where, job_of_feed(name, member.job), host=self._host, max_nbytes=max_nbytes)
         self._pulls = PullService(self._folder, max_copies=MAX_COPIES)
         self._held: dict[int, SaveId] = {}
         self._boxes = AnnouncedBoxes(self._client)
         self._handle: SaveHandle | None = None
+        self._lent: LentVersion | None = None
+        self._is_open = False
         self._feeds: FeedClient | None = None
         self._server: PartServer | None = None
         self._next_number = 1
@@ -177,7 +194,15 @@ class Publisher:
         collective = Collective(self._coordination, "live", self._options.timeout_s)
 
         def introduce() -> tuple[None, bytes]:
-            self._feeds = feed_client(self._coordination)
+            names = _open_feeds.setdefault(self._coordination, set())
+            if self.name in names:
+                raise ConfigError(
+                    f"feed {self.name!r} has a publisher in this process; close it before you open another"
+                )
+            names.add(self.name)
+            self._is_open = True
+            own = self._own_registry
+            self._feeds = feed_client(self._coordination) if own is None else own.feeds()
             self._folder.make()
             self._folder.remove_spare_of_the_dead()
             try:
@@ -196,6 +221,7 @@ class Publisher:
             return None, json.dumps([self._server.url, self._host, token, number, self.keep]).encode()
 
         with collective.process_lock():
+            start_registry(self._own_registry, collective)
             _, payloads = collective.run_round_with_value("open", introduce, phase="plan")
         facts = {client: json.loads(data) for client, data in payloads.items()}
         _, _, token, number, keep = facts[collective.leader]
@@ -230,6 +256,7 @@ class Publisher:
 
     # --- publishing ---------------------------------------------------------------------------------------------------
 
+    @overload
     def publish(
         self,
         tree: Any,
@@ -238,11 +265,34 @@ class Publisher:
         wait: bool = False,
         cast: Mapping[str, Any] = MappingProxyType({}),
         layout_tags: Mapping[str, str] = MappingProxyType({}),
-    ) -> SaveHandle | None:
+        copy: Literal[True] = True,
+    ) -> SaveHandle | None: ...
+
+    @overload
+    def publish(
+        self, tree: Any, *, step: int, layout_tags: Mapping[str, str] = MappingProxyType({}), copy: Literal[False]
+    ) -> LentVersion: ...
+
+    def publish(
+        self,
+        tree: Any,
+        *,
+        step: int,
+        wait: bool = False,
+        cast: Mapping[str, Any] = MappingProxyType({}),
+        layout_tags: Mapping[str, str] = MappingProxyType({}),
+        copy: bool = True,
+    ) -> SaveHandle | LentVersion | None:
         """Publish a version. When this returns, training may change the tensors again.
 
         The version becomes readable in the background, when all clients have digested their parts; the handle says
         when, and raises the error if it did not.
+
+        With ``copy=False`` the version lies in the tensors themselves, and takes no memory. It is readable when this
+        returns, and training must not change the tensors before the context ends that this returns::
+
+            with policy.publish({"model": model}, step=step, copy=False):
+                ...  # wait for the readers, or do what leaves the weights as they are
 
         Collective: Over all clients of the job, with the same arguments but ``wait``; barriers ``live/begin`` (and
         ``live/united`` where clients pass different things for the first time), and ``live/held`` in the background.
@@ -259,11 +309,15 @@ class Publisher:
                 first match wins. The copy converts them. Others keep their dtype, whatever readers have.
             layout_tags: By glob on names of tensors, any text on how their elements are to be understood, as
                 ``{"*/qkv": "interleaved"}``. A reader that wants such a tensor must expect the same text.
+            copy: Whether to copy the elements to the memory of this host. Else all tensors must be in host memory, and
+                there is no ``cast``.
 
         Returns:
-            The handle; None if ``when_full="skip"`` and there is no memory.
+            The handle; None if ``when_full="skip"`` and there is no memory. With ``copy=False`` a context; its exit
+            waits for readers. See `LentVersion`.
 
         Raises:
+            ConfigError: The version before lies in the tensors still, or ``copy=False`` cannot serve a tensor.
             StorageFullError: There is no memory for the version; nothing was published.
             FencedError: A newer attempt of the job publishes the feed.
             CoordinatorUnavailableError: The coordinator does not answer.
@@ -271,6 +325,13 @@ class Publisher:
         """
         if type(step) is not int or step < 0:
             raise ConfigError(f"feed {self.name!r}: step is {step!r}; expected a whole number from 0 on")
+        if not copy and cast:
+            raise ConfigError(f"feed {self.name!r}: copy=False makes no copy that could be cast; drop one of the two")
+        if self._lent is not None:
+            raise ConfigError(
+                f"feed {self.name!r}: the version of step {self._lent.step} lies in the training's tensors until its "
+                "context ends; use `with publisher.publish(..., copy=False):`, and publish behind it"
+            )
         casts = Casts(cast) if cast else None
         validate_tags(layout_tags)
         start, before = time.monotonic(), self._handle
@@ -280,12 +341,16 @@ class Publisher:
         with ExitStack() as stack:
             stack.enter_context(collective.process_lock())
             try:
-                version = self._begin(tree, step, collective, casts, dict(layout_tags))
+                version = self._begin(tree, step, collective, casts, dict(layout_tags), lends=not copy)
             except StorageFullError as error:
                 if self._when_full != "skip":
                     raise
                 logger.warning("step %d is not published to feed %r: %s", step, self.name, error)
                 return None
+            if not copy:
+                self._hold(version, collective)
+                self._lent = LentVersion(step, lambda error: self._take_back(version.save, error))
+                return self._lent
             locks = stack.pop_all()
         path = location_of_version(self.name, step)
         handle = SaveHandle(
@@ -309,12 +374,14 @@ class Publisher:
         collective: Collective,
         casts: Casts | None,
         tags: Mapping[str, str],
+        *,
+        lends: bool,
     ) -> _BegunVersion:
-        """Copy this client's part, and agree with the others. Collective: as `publish`."""
+        """Copy this client's part, or lend it, and agree with the others. Collective: as `publish`."""
         client, phases, before = collective.client, collective.phases, self._handle
         phases.begin(location_of_version(self.name, step), is_shown=False)
         part = PartInProgress(self._folder, client)
-        server, of_tags = self._server, bytes_digest(repr(tags).encode())
+        server, of_arguments = self._server, bytes_digest(repr((tags, lends)).encode())
 
         def propose() -> tuple[Proposal, bytes]:
             # In the first round, so that all clients raise it together.
@@ -323,15 +390,21 @@ class Publisher:
             registry = self._registry
             state = state_of_tree(tree, self._options, client, collective.participants, casts=casts)
             proposal = Proposal.of(state, collective.participants, self._options)
-            self._take_memory(part, proposal.plan, registry)
+            if lends:
+                validate_lendable(state)
+                self._free_versions(registry)
+            else:
+                self._take_memory(part, proposal.plan, registry)
             summary = proposal.summary()
             assert server is not None  # noqa: S101  the registry is open
             server.keep_texts({proposal.digest: proposal.text, summary.tree: proposal.state.tree})
             number = registry.open(self.name, keep=self.keep) if collective.is_leader else 0
-            facts = [max(number, self._next_number), summary.to_bytes().decode(), of_tags]
+            facts = [max(number, self._next_number), summary.to_bytes().decode(), of_arguments]
             return proposal, json.dumps(facts, ensure_ascii=False).encode()
 
         def stage(state: State, plan: SavePlan) -> State:
+            if lends:
+                return state
             dtypes: dict[str, torch.dtype] = {}
             if casts is not None:
                 specs = [tensor.spec for tensor in plan.tensors]
@@ -351,15 +424,15 @@ class Publisher:
                 collective, propose, stage, read, step=step, summary_of=lambda data: json.loads(data)[1].encode()
             )
             facts = {client: json.loads(data) for client, data in agreed.payloads.items()}
-            if strangers := [other for other, (*_, tagged) in facts.items() if tagged != facts[collective.leader][2]]:
+            if strangers := [other for other, (*_, passed) in facts.items() if passed != facts[collective.leader][2]]:
                 raise ConfigError(
-                    f"feed {self.name!r}, step {step}: clients {strangers} pass other layout_tags than client "
-                    f"{collective.leader}; pass the same on all clients"
+                    f"feed {self.name!r}, step {step}: clients {strangers} pass other layout_tags, or another copy=, "
+                    f"than client {collective.leader}; pass the same on all clients"
                 )
             number = facts[collective.leader][0]
             self._next_number = number + 1
             save = save_of_version(self.name, number, step, len(collective.participants))
-            return _BegunVersion(save, agreed, part, tags)
+            return _BegunVersion(save, agreed, part, LentMemory() if lends else None, tags)
 
     def _take_memory(self, part: PartInProgress, plan: SavePlan, registry: FeedClient) -> None:
         """Take the file for a version; first free the versions that are retired and that no reader leases.
@@ -408,12 +481,10 @@ class Publisher:
         save, plan, client, registry = version.save, version.agreed.plan, collective.client, self._registry
 
         def put() -> bytes:
-            file = version.part.take(plan)
-            tensors, pieces, _ = described_pieces(
-                version.agreed.state, plan, file, client, NO_COPIES, tags=version.tags
-            )
-            index = PartIndex(save, client, file.nbytes, version.agreed.state.tree, tensors, pieces, {})
-            index = self._boxes.digested(index, file.view)
+            state, memory = version.agreed.state, version.memory
+            tensors, pieces, _ = described_pieces(state, plan, memory, client, NO_COPIES, tags=version.tags)
+            index = PartIndex(save, client, memory.nbytes, state.tree, tensors, pieces, {})
+            index = self._boxes.digested(index, memory.view)
             data = index.to_bytes()
             registry.announce(
                 self.name,
@@ -423,7 +494,10 @@ class Publisher:
                 tree_digest=bytes_digest(repr(sorted(version.agreed.agreement.trees)).encode()).to_bytes(8, "big"),
                 timeout_s=self._options.timeout_s,
             )
-            self._folder.put(file, index, data, is_voted=True)
+            if isinstance(memory, LentMemory):
+                self._folder.lend(memory, index, data)
+            else:
+                self._folder.put(memory, index, data, is_voted=True)
             self._held[save.number] = save
             registry.put_part(
                 self.name,
@@ -448,13 +522,45 @@ class Publisher:
         try:
             self._registry.abort(self.name, number, f"{type(cause).__name__}: {cause}")
         except DtckptError as error:
-            if number in self._held:
+            if number in self._held and version.lent is None:
                 # The version may be readable. As all versions, it is freed when a newer one is published.
                 title = title_of_version(self.name, number, version.save.step)
                 logger.warning("%s stays in memory for now: %s", title, error)
                 return
-        self._held.pop(number, None)
-        version.part.give_back()
+            if self._feeds is not None:
+                self._feeds.abandon(self.name, number)
+        if version.lent is None:
+            self._held.pop(number, None)
+            version.part.give_back()
+        elif number in self._held:
+            self._free(number, version.save)
+
+    def _take_back(self, save: SaveId, cause: BaseException | None) -> None:
+        """End a loan. Collective: as the exit of `LentVersion`.
+
+        Args:
+            save: The version.
+            cause: The error of the body.
+        """
+
+        def wait() -> tuple[None, bytes]:
+            if cause is not None:
+                raise cause
+            if self._feeds is not None and save.number in self._held:
+                await_readers(self._feeds, self.name, save.number, self._timeout_s)
+            return None, b""
+
+        timeout_s = self._options.timeout_s + self._timeout_s
+        collective = Collective(self._coordination, "live-return", timeout_s)
+        try:
+            with collective.process_lock():
+                collective.run_first_round("returned", wait, phase=BARRIER)
+        finally:
+            self._lent = None
+            if save.number in self._held:
+                self._free(save.number, save)
+                if self._feeds is not None:
+                    self._feeds.abandon(self.name, save.number)
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
@@ -480,7 +586,7 @@ class Publisher:
                 self._await_readers(feeds, time.monotonic() + (0.0 if has_failed else self._timeout_s))
             except DtckptError as error:
                 logger.warning("feed %r ends, and the coordinator does not know yet: %s", self.name, error)
-        self._end()
+        self._end(0.0 if has_failed else self._timeout_s)
 
     def _await_readers(self, feeds: FeedClient, deadline: float) -> None:
         """Retire all versions, and free them as readers let go of them. Raises: The coordinator does not answer."""
@@ -495,9 +601,14 @@ class Publisher:
                     self._free(number, save)
             time.sleep(POLL_S if self._held else 0.0)
 
-    def _end(self) -> None:
+    def _end(self, wait_s: float = 0.0) -> None:
+        if self._is_open:
+            _open_feeds[self._coordination].discard(self.name)
+            self._is_open = False
         if self._feeds is not None:
             self._feeds.abandon(self.name)
+        if self._own_registry is not None:
+            self._own_registry.end(wait_s)
         if self._server is not None:
             self._server.close()
         self._server = self._feeds = None

@@ -25,6 +25,7 @@ import xxhash
 
 from dtckpt.checkpoint.live.fan_out import Places
 from dtckpt.checkpoint.parts.host_folder import HostFolder, PartFile
+from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.checkpoint.parts.open_part import elements_of, piece_seed, verified_elements
 from dtckpt.checkpoint.parts.peers import RECV_NBYTES, Peer
 from dtckpt.checkpoint.parts.records import PartIndex, SaveId
@@ -54,7 +55,9 @@ class HeldPart:
         nbytes: Bytes of the pieces that it received.
     """
 
-    def __init__(self, index: PartIndex, index_file: bytes, data: memoryview, has: set[int] | None = None) -> None:
+    def __init__(
+        self, index: PartIndex, index_file: bytes, data: memoryview | LentMemory, has: set[int] | None = None
+    ) -> None:
         self.index, self.index_file, self._data = index, index_file, data
         self.nbytes = 0
         self._has = set(range(len(index.pieces))) if has is None else has
@@ -172,7 +175,7 @@ class PullService:
             return None
         if (part := self._whole.get(key)) is None:
             file = self._folder.index_file(save, client)
-            part = HeldPart(PartIndex.from_bytes(file), file, self._folder.open_data(save, client))
+            part = HeldPart(PartIndex.from_bytes(file), file, self._folder.open_memory(save, client))
             self._whole[key] = part
         return part
 

@@ -17,9 +17,12 @@ from typing_extensions import override
 from dtckpt.checkpoint.live.pulls import PullPeer
 from dtckpt.checkpoint.live.versions import PartAddress
 from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.mapped_folder import MappedFolder
+from dtckpt.checkpoint.parts.nixl_offer import is_wanted
+from dtckpt.checkpoint.parts.nixl_reads import NixlReads
 from dtckpt.checkpoint.parts.part_files import PartHolder
-from dtckpt.checkpoint.parts.peers import BoxRequest
 from dtckpt.checkpoint.parts.records import SaveId
+from dtckpt.checkpoint.parts.transports import BoxRequest
 from dtckpt.coordination.feeds.client import host_name
 from dtckpt.coordination.feeds.leases import FeedLease, FeedSource
 from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageError
@@ -94,12 +97,13 @@ def holders_of(
     folders = [(host_name(), own), *((each.host, folder_of(each)) for each in [publisher, *(one for one, _ in relays)])]
     for host, folder in folders:
         if folder is not None and folder.has(save, part.client):
-            found.append(PartHolder(host, folder))
+            found.append(PartHolder(host, MappedFolder(folder, host)))
             break
     peers = [
         PartHolder(address.host, RelayPeer(address.url, address.host, each.ticket.hex(), timeout_s))
         for address, each in relays
     ]
-    asked = PartHolder(publisher.host, PullPeer(publisher.url, publisher.host, part.ticket.hex(), timeout_s))
+    peer = PullPeer(publisher.url, publisher.host, part.ticket.hex(), timeout_s)
+    asked = PartHolder(publisher.host, NixlReads(peer, timeout_s) if is_wanted() else peer)
     num_first = len(peers) if part.is_lost else MAX_RELAYS_FIRST
     return [*found, *peers[:num_first], asked, *peers[num_first:]]

@@ -30,7 +30,7 @@ from dtckpt.checkpoint.live.feed_client import feed_client
 from dtckpt.checkpoint.live.publisher import default_folder
 from dtckpt.checkpoint.live.relay import PullTraffic, Relay
 from dtckpt.checkpoint.live.version_choice import VersionChoice
-from dtckpt.checkpoint.live.versions import location_of_version, title_of_version
+from dtckpt.checkpoint.live.versions import location_of_version, title_of_version, validate_registry
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group
 from dtckpt.checkpoint.parts.held_boxes import HeldBoxes
@@ -39,7 +39,7 @@ from dtckpt.checkpoint.restoring.aside import AsideMemory
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.restore import StagedRestore, restore_chosen, stage_restore
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.coordination.feeds.events import MAX_KEEP, Want, validate_feed
+from dtckpt.coordination.feeds.events import APPLIED, FAILED, FETCHED, MAX_KEEP, Want, validate_feed
 from dtckpt.errors import CheckpointError, ConfigError, VersionTimeoutError, format_nbytes
 
 logger = logging.getLogger("dtckpt.live")
@@ -116,11 +116,15 @@ class StagedVersion:
         subscriber: The subscriber.
         staged: The restore.
         report: The report.
+        choice: How the version was chosen.
     """
 
-    def __init__(self, subscriber: Subscriber, staged: StagedRestore, report: LiveReport) -> None:
+    def __init__(
+        self, subscriber: Subscriber, staged: StagedRestore, report: LiveReport, choice: VersionChoice
+    ) -> None:
         self.report = report
         self._subscriber = subscriber
+        self._choice = choice
         self._staged: StagedRestore | None = staged
 
     @property
@@ -169,6 +173,7 @@ class Subscriber:
         folder: A directory in the memory of this host for these versions. Default: as for `Publisher`.
         keep: How many of them stay. While the next one is pulled there is one more.
         address: Address at which other hosts reach this client, if it serves. Default: as for `Publisher`.
+        registry: ``host:port`` of the registry that the publisher runs. Default: the coordinator.
 
     Raises:
         ConfigError: A value is out of range.
@@ -191,8 +196,11 @@ class Subscriber:
         folder: str | PathLike[str] | None = None,
         keep: int = 1,
         address: str | None = None,
+        registry: str | None = None,
     ) -> None:
         validate_feed(name)
+        if registry is not None:
+            validate_registry(registry)
         if type(keep) is not int or not 1 <= keep <= MAX_KEEP:
             raise ConfigError(f"Subscriber: keep is {keep!r}; expected 1 to {MAX_KEEP} versions")
         if target is None:
@@ -211,10 +219,12 @@ class Subscriber:
         self._announcer = Announcer()
         self._relay: Relay | None = None
         self._serve, self._keep, self._address = serve, keep, address
+        self._registry = registry or ""
         self._folder = default_folder() if folder is None else Path(folder).absolute()
         self._version: LiveVersion | None = None
         self._is_mixed = False
         self._staged: StagedVersion | None = None
+        self._is_closed = False
         modules = (covers,) if isinstance(covers, nn.Module) else covers
         if modules:
             validate_covered(target, modules)
@@ -261,17 +271,19 @@ class Subscriber:
             DtckptError: As `dtckpt.restore`. The target is as it was, whatever is raised.
         """
         choice, start = self._choice(timeout_s, step, self._aside.held, newer=newer), time.monotonic()
+        choice.outcome = FETCHED
         if self._staged is not None:
             self._staged.drop()  # the new version takes its memory
         staged = stage_restore(
-            location_of_version(self.name, step),
+            location_of_version(self.name, step, self._registry),
             choice,
             self.target,
             self._aside,
             options=self._restore_options(timeout_s),
             group=self._group,
         )
-        self._staged = StagedVersion(self, staged, self._report_of(choice, start, staged.report))
+        self._staged = StagedVersion(self, staged, self._report_of(choice, start, staged.report), choice)
+        choice.opened.clear()  # else the publisher's memory would stay mapped for as long as the version is staged
         return self._staged
 
     def update(
@@ -322,7 +334,7 @@ class Subscriber:
 
         try:
             restore_chosen(
-                location_of_version(self.name, step),
+                location_of_version(self.name, step, self._registry),
                 choice,
                 self.target,
                 options=replace(self._restore_options(timeout_s), report=tell),
@@ -342,12 +354,19 @@ class Subscriber:
         if restore is None or staged is not self._staged:
             raise CheckpointError(f"this version of feed {self.name!r} was applied or dropped; fetch again")
         self._version, self._is_mixed, self._staged = None, True, None
-        result = restore.apply()
+        try:
+            result = restore.apply()
+        except BaseException:
+            staged._choice.tell_use(FAILED)
+            raise
+        staged._choice.tell_use(APPLIED)
         self._version, self._is_mixed, self.report = staged.version, False, staged.report
         _log_taken(staged.report)
         return result
 
     def _choice(self, timeout_s: float, step: int | None, held: HeldBoxes, *, newer: bool) -> VersionChoice:
+        if self._is_closed:
+            raise ConfigError(f"the subscriber of feed {self.name!r} is closed")
         newer_than = self._version.number if newer and self._version is not None else 0
         want = Want(newer_than=newer_than, step=step, allow_rewound=self._allow_rewound)
         return VersionChoice(
@@ -359,6 +378,7 @@ class Subscriber:
             held=held,
             announcer=self._announcer,
             relay=self._open_relay(),
+            registry=self._registry,
         )
 
     def _open_relay(self) -> Relay | None:
@@ -366,7 +386,7 @@ class Subscriber:
             coordination = current_coordination()
             self._relay = Relay(
                 self.name,
-                feed_client(coordination),
+                feed_client(coordination, self._registry),
                 coordination.member,
                 folder=self._folder,
                 keep=self._keep,
@@ -407,6 +427,7 @@ class Subscriber:
 
     def close(self) -> None:
         """Free the memory beside the target, and serve nothing more. Local."""
+        self._is_closed = True
         if self._relay is not None:
             self._relay.close()
             self._relay = None

@@ -15,6 +15,7 @@ from dtckpt.checkpoint.live.sources import holders_of
 from dtckpt.checkpoint.live.versions import KIND, location_of_version, save_of_version, title_of_version
 from dtckpt.checkpoint.parts.held_boxes import HeldBoxes
 from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.mapped_folder import MappedFolder
 from dtckpt.checkpoint.parts.part_files import PartCheckpoint, PartFiles, PartHolder
 from dtckpt.checkpoint.parts.records import PartIndex, SaveId
 from dtckpt.comm.background_threads import Pool
@@ -41,6 +42,7 @@ def open_version(
     *,
     own: HostFolder | None = None,
     layout_tags: Mapping[str, str] = MappingProxyType({}),
+    registry: str = "",
 ) -> PartCheckpoint:
     """Open a version for reading. Local. Reads raise once the lease is over, as `FeedLease.raise_if_over`.
 
@@ -50,6 +52,7 @@ def open_version(
         held: The boxes that the output memory holds.
         own: The folder of this reader's own relay.
         layout_tags: The layout tags that the reader expects, by glob on the names of tensors.
+        registry: ``host:port`` of the publisher's registry, for the location; empty: the coordinator.
 
     Raises:
         SourceLostError: A part is nowhere to be had.
@@ -78,8 +81,8 @@ def open_version(
         validate_held=lease.raise_if_over,
     )
     files.map_parts()  # a publisher that is restarted removes the files of its former attempt
-    is_remote = any(not isinstance(some[0].source, HostFolder) for some in holders.values())
-    location = location_of_version(lease.feed, lease.step)
+    is_remote = any(not isinstance(some[0].source, MappedFolder) for some in holders.values())
+    location = location_of_version(lease.feed, lease.step, registry)
     return PartCheckpoint(files, location, is_remote=is_remote, layout_tags=layout_tags)
 
 
@@ -101,12 +104,10 @@ def _open_part(
 
 
 def _read_index(holder: PartHolder, save: SaveId, part: FeedSource) -> PartIndex:
-    source = holder.source
-    files = [source.index_file(save, part.client)] if isinstance(source, HostFolder) else source.indexes(save)
-    for file in files:
-        if index_digest(file) == part.digest:
-            index = PartIndex.from_bytes(file)
-            if (index.save, index.client) != (save, part.client):
-                raise CheckpointCorruptError(f"client {part.client} announced the index of another part")
-            return index
-    raise CheckpointCorruptError(f"the index of client {part.client} is not the one that it announced")
+    file = holder.source.index_file(save, part.client)
+    if index_digest(file) != part.digest:
+        raise CheckpointCorruptError(f"the index of client {part.client} is not the one that it announced")
+    index = PartIndex.from_bytes(file)
+    if (index.save, index.client) != (save, part.client):
+        raise CheckpointCorruptError(f"client {part.client} announced the index of another part")
+    return index

@@ -26,7 +26,7 @@ from dtckpt.checkpoint.timing import BARRIER
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.coordination.feeds.client import FeedClient
-from dtckpt.coordination.feeds.events import APPLIED, FAILED, Want
+from dtckpt.coordination.feeds.events import APPLIED, FAILED, FETCHED, Want
 from dtckpt.coordination.feeds.leases import FeedLease
 from dtckpt.errors import CheckpointNotFoundError, DtckptError, VersionGoneError, VersionTimeoutError
 from dtckpt.format.digest import bytes_digest
@@ -52,6 +52,8 @@ class VersionChoice:
         held: The boxes that the output memory holds.
         announcer: Announces the boxes that were read, for later versions.
         relay: Keeps the version on this host, and serves it to further readers.
+        registry: ``host:port`` of the publisher's registry; empty: the coordinator.
+        outcome: What a read that went well has done: `APPLIED`, or `FETCHED`, if the version lies beside its target.
 
     Attributes:
         lease: The lease on the version that was chosen last.
@@ -67,14 +69,18 @@ class VersionChoice:
     held: HeldBoxes | None = None
     announcer: Announcer | None = None
     relay: Relay | None = None
+    registry: str = ""
+    outcome: str = APPLIED
     lease: FeedLease | None = None
     opened: list[PartCheckpoint] = field(default_factory=list)
+    _feeds: FeedClient | None = field(default=None, init=False, repr=False)
+    _is_leader: bool = field(default=False, init=False, repr=False)
 
     @classmethod
     def of_location(cls, location: object) -> VersionChoice:
         """Return the choice that a location asks for."""
-        feed, step = parse_location(location)
-        return cls(feed, Want(step=step))
+        feed, step, registry = parse_location(location)
+        return cls(feed, Want(step=step), registry=registry)
 
     @contextmanager
     def __call__(self, collective: Collective) -> Iterator[Callable[[], Checkpoint]]:
@@ -87,7 +93,8 @@ class VersionChoice:
             VersionGoneError: The version has ended.
             SourceLostError: The clients that have it are lost.
         """
-        feeds = feed_client(current_coordination())
+        feeds = self._feeds = feed_client(current_coordination(), self.registry)
+        self._is_leader = collective.is_leader
         group = self.group or _group_of(collective)
         outcome = FAILED
 
@@ -105,7 +112,9 @@ class VersionChoice:
             if self.relay is not None:
                 self.lease = self.relay.hold(self.lease)
             own = None if self.relay is None else self.relay.folder
-            checkpoint = open_version(self.lease, self.timeout_s, self.held, own=own, layout_tags=self.layout_tags)
+            checkpoint = open_version(
+                self.lease, self.timeout_s, self.held, own=own, layout_tags=self.layout_tags, registry=self.registry
+            )
             self.opened = [checkpoint]
             return checkpoint
 
@@ -114,11 +123,19 @@ class VersionChoice:
             payloads = collective.run_round("lease", choose, phase=BARRIER)  # to wait for a version is no work
             lease_id, number = json.loads(payloads[collective.leader])
             yield open_
-            outcome = APPLIED
+            outcome = self.outcome
             if self.announcer is not None and self.lease is not None:
                 self.announcer.announce(self.lease, self.opened[-1].parts)
         finally:
             _end(feeds, self.lease, outcome)
+
+    def tell_use(self, outcome: str) -> None:
+        """Say that the version was applied, or that this client failed to apply it. Local; does not wait.
+
+        The leader speaks for the clients that have applied it.
+        """
+        if self._feeds is not None and self.lease is not None and (self._is_leader or outcome == FAILED):
+            self._feeds.tell_use(self.lease, outcome)
 
 
 def _end(feeds: FeedClient, lease: FeedLease | None, outcome: str) -> None:
@@ -152,14 +169,18 @@ class LiveCheckpoint(Checkpoint):
     def close(self) -> None:
         """End the lease, and close the parts."""
         super().close()
-        _end(self._feeds, self.lease, APPLIED)
+        _end(self._feeds, self.lease, FETCHED)
+
+    def tell_use(self, outcome: str) -> None:
+        """Say that the version was applied after it was closed, or that this has failed. Local; does not wait."""
+        self._feeds.tell_use(self.lease, outcome)
 
 
 def open_live(location: object, *, coordination: Coordination | None = None, wait_s: float = 0.0) -> LiveCheckpoint:
     """Open the newest version of a feed, or the newest of a step. Local; the lease lasts until it is closed.
 
     Args:
-        location: ``live://feed`` or ``live://feed@step``.
+        location: ``live://feed``, ``live://feed@step`` or ``live://host:port/feed``.
         coordination: Of the reader; default: of this process.
         wait_s: How long to wait for such a version.
 
@@ -169,14 +190,15 @@ def open_live(location: object, *, coordination: Coordination | None = None, wai
         ConfigError: There is no coordinator, or the location is malformed.
     """
     coordination = current_coordination() if coordination is None else coordination
-    choice, feeds = VersionChoice.of_location(location), feed_client(coordination)
+    choice = VersionChoice.of_location(location)
+    feeds = feed_client(coordination, choice.registry)
     group = f"client {coordination.member.client}"
     try:
         lease = feeds.subscribe(choice.feed, want=choice.want, group=group, timeout_s=wait_s)
     except (VersionTimeoutError, VersionGoneError) as error:
         raise CheckpointNotFoundError(f"there is no version at {location}: {error}") from None
     try:
-        opened = open_version(lease, choice.timeout_s)
+        opened = open_version(lease, choice.timeout_s, registry=choice.registry)
     except BaseException:
         _end(feeds, lease, FAILED)
         raise

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.coordination.feeds.events import MAX_ENDPOINT_BYTES
@@ -19,7 +20,8 @@ from dtckpt.storage.url import Url
 SCHEME = "live"
 """Of the locations of live versions."""
 KIND = "live version"
-_LOCATION = re.compile(r"(?P<feed>[^@]+)(?:@(?P<step>\d{1,18}))?")
+_ADDRESS = r"(?:\[[0-9A-Fa-f:.]+\]|[^/@\[\]:]+):(?P<port>\d{1,5})"
+_LOCATION = re.compile(rf"(?:(?P<registry>{_ADDRESS})/)?(?P<feed>[^@:]+)(?:@(?P<step>\d{{1,18}}))?")
 
 
 def job_of_feed(feed: str, job: str) -> str:
@@ -37,9 +39,31 @@ def title_of_version(feed: str, number: int, step: int) -> str:
     return f"version {number} (step {step}) of feed {feed!r}"
 
 
-def location_of_version(feed: str, step: int | None = None) -> Url:
+def location_of_version(feed: str, step: int | None = None, registry: str = "") -> Url:
     """Return the location of the newest version of a feed, or of a step."""
-    return Url(SCHEME, feed if step is None else f"{feed}@{step}")
+    name = feed if step is None else f"{feed}@{step}"
+    return Url(SCHEME, f"{registry}/{name}" if registry else name)
+
+
+class LiveLocation(NamedTuple):
+    """The parts of a location.
+
+    Args:
+        feed: Name of the feed.
+        step: The step of the version; None: the newest version.
+        registry: ``host:port`` of the publisher's registry; empty: the feed is at the coordinator of the reader's job.
+    """
+
+    feed: str
+    step: int | None = None
+    registry: str = ""
+
+
+def validate_registry(address: str) -> None:
+    """Refuse an address at which no registry can be. Raises: ConfigError: The address is malformed."""
+    match = re.fullmatch(_ADDRESS, address)
+    if match is None or not 0 < int(match["port"]) < 1 << 16:
+        raise ConfigError(f"registry is {address!r}; expected host:port, with a port from 1 to 65535")
 
 
 def is_live(location: object) -> bool:
@@ -47,8 +71,8 @@ def is_live(location: object) -> bool:
     return str(location).startswith(f"{SCHEME}://")
 
 
-def parse_location(location: object) -> tuple[str, int | None]:
-    """Return the feed and the step that ``live://feed`` or ``live://feed@step`` names; None: the newest version.
+def parse_location(location: object) -> LiveLocation:
+    """Return the parts of ``live://feed``, ``live://feed@step`` or ``live://host:port/feed@step``.
 
     Raises:
         ConfigError: The location is malformed.
@@ -56,7 +80,9 @@ def parse_location(location: object) -> tuple[str, int | None]:
     match = _LOCATION.fullmatch(str(location).removeprefix(f"{SCHEME}://"))
     if match is None:
         raise ConfigError(f"{str(location)!r} names no live version; expected live://feed or live://feed@step")
-    return match["feed"], None if match["step"] is None else int(match["step"])
+    if match["registry"] is not None:
+        validate_registry(match["registry"])
+    return LiveLocation(match["feed"], None if match["step"] is None else int(match["step"]), match["registry"] or "")
 
 
 @dataclass(frozen=True, slots=True)

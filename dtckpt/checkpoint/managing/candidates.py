@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dtckpt.checkpoint.managing.lineage import Saved, current_steps
 from dtckpt.checkpoint.parts.records import SaveId
@@ -24,12 +24,14 @@ class Candidate:
 
     Args:
         step: The step.
-        local: The name of the save in the local tier; empty: the checkpoint in the root.
+        local: The name of the save in the local tier; empty: the checkpoint in the root, or in the mirror.
+        is_mirrored: Whether it is the copy in the mirror.
         is_abandoned: Whether its run went back to an older step.
     """
 
     step: int
     local: str = ""
+    is_mirrored: bool = False
     is_abandoned: bool = field(default=False, compare=False)
 
     @property
@@ -38,7 +40,8 @@ class Candidate:
         return SaveId.parse(self.local).number
 
     def __str__(self) -> str:
-        return f"step {self.step} of the local tier" if self.local else f"step {self.step}"
+        place = " of the local tier" if self.local else " of the mirror" if self.is_mirrored else ""
+        return f"step {self.step}{place}"
 
 
 def newest_first(saved: Saved, held: Collection[HeldSave]) -> list[Candidate]:
@@ -58,7 +61,7 @@ def newest_first(saved: Saved, held: Collection[HeldSave]) -> list[Candidate]:
         smallest = step if smallest is None else min(step, smallest)
         # A save that is lost still tells that its run went back.
         if save is None or save.is_restorable:
-            found.append(Candidate(step, save.save.name if save else "", is_abandoned))
+            found.append(Candidate(step, save.save.name if save else "", is_abandoned=is_abandoned))
 
     for step in sorted(current_steps(saved), reverse=True):
         number = saved[step].number
@@ -67,4 +70,24 @@ def newest_first(saved: Saved, held: Collection[HeldSave]) -> list[Candidate]:
         add(step, None)
     while local:
         add(local[0].save.step, local.popleft())
+    return found
+
+
+def nearest_first(saved: Saved, mirrored: Saved, held: Collection[HeldSave]) -> list[Candidate]:
+    """Return the steps that can be restored, the newest first; of each, the root's before the copy in the mirror.
+
+    A copy of another save of the step, which the root has replaced since, is left out.
+
+    Args:
+        saved: The steps of the root.
+        mirrored: The steps of the mirror.
+        held: The saves that the hosts hold.
+    """
+    found: list[Candidate] = []
+    for each in newest_first({**mirrored, **saved}, held):
+        if each.local or each.step in saved:
+            found.append(each)
+        copy = None if each.local else mirrored.get(each.step)
+        if copy is not None and copy == saved.get(each.step, copy):
+            found.append(replace(each, is_mirrored=True))
     return found

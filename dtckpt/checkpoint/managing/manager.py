@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import TracebackType
@@ -15,9 +15,10 @@ from typing import Any, Literal
 
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.converting.shared_export import ExportOptions, export_together
-from dtckpt.checkpoint.managing.candidates import Candidate, newest_first
+from dtckpt.checkpoint.managing.candidates import Candidate, nearest_first
 from dtckpt.checkpoint.managing.interval import AutoInterval
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, current_steps
+from dtckpt.checkpoint.managing.mirror import Mirror, MirrorCopies, mirror_of
 from dtckpt.checkpoint.managing.options import FailedSaves, ManagerOptions, OnFailure, auto_interval, is_continuous
 from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid, run_at
 from dtckpt.checkpoint.managing.retention import Metrics, Retention
@@ -26,13 +27,14 @@ from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER, RunHistory
 from dtckpt.checkpoint.managing.schedule import Pace, SaveRules, Schedule
 from dtckpt.checkpoint.managing.step_folders import METRICS_NAME, StepFolders
 from dtckpt.checkpoint.managing.tier_saves import TierSaves
-from dtckpt.checkpoint.options import RestoreOptions, SaveOptions
+from dtckpt.checkpoint.options import RestoreOptions, SaveOptions, validated_keys
 from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.restore import restore
 from dtckpt.checkpoint.saving.save_async import start_save
 from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State, state_of_tree
+from dtckpt.checkpoint.signing.keys import KeySource
 from dtckpt.checkpoint.tiers.local_restore import LocalRestore
 from dtckpt.checkpoint.tiers.options import LocalTier
 from dtckpt.comm import fork_guard
@@ -75,6 +77,12 @@ class CheckpointManager:
         local: Frequent checkpoints in the memory of the hosts, with copies on other hosts; see `dtckpt.LocalTier`. The
             rules above then say which of them are also written to ``root``, from that memory. While such a write is
             under way, no other begins: a step that is due then gives its place to the next step that can be written.
+        mirror: A path or URL, or a `Mirror`: a second root. Client 0 copies each step there in the background, after
+            its commit; the step stays in ``root`` meanwhile. A restore takes a step from there that the root lacks, or
+            that is damaged in the root. The next save raises the error of a copy, on all clients; so does `close`, on
+            client 0.
+        trusted_keys: As in `RestoreOptions`, for all restores. Steps that none of these keys has signed are passed
+            over, and the local tier is not restored.
         clock: Returns monotonic seconds, for ``save_interval_s``.
 
     >>> import tempfile, torch, dtckpt
@@ -105,6 +113,8 @@ class CheckpointManager:
         options: SaveOptions | None = None,
         reuse: bool = False,
         local: LocalTier | None = None,
+        mirror: str | Location | Mirror | None = None,
+        trusted_keys: Sequence[KeySource] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._root = root_of(location_of(root))
@@ -123,6 +133,7 @@ class CheckpointManager:
             leftover_age_s=leftover_age_s,
             save=replace(options or SaveOptions(), overwrite=True),
             reuse=reuse,
+            trusted_keys=validated_keys(trusted_keys),
         )
         self._clock = clock
         auto = self.options.rules.auto
@@ -138,6 +149,11 @@ class CheckpointManager:
         # The step whose checkpoint is the base of the next save; None until this manager has saved or restored one.
         self._base_step: int | None = None
         self._tier = TierSaves(local, self._folders, self._root.folder, self.options.save) if local else None
+        self._copies = (
+            None
+            if mirror is None
+            else MirrorCopies(mirror_of(mirror), self._folders, self._pin, is_tolerant=on_failure == "warn")
+        )
         # On client 0 only: the run that the state descends from, and the steps on storage; None until they are known.
         self._run: Run | None = None
         self._saved: Saved | None = None
@@ -234,6 +250,11 @@ class CheckpointManager:
         """The number of saves that failed and after which training went on, by ``on_failure="warn"``."""
         return self._failed.count
 
+    @property
+    def num_failed_copies(self) -> int:
+        """The number of copies to the mirror that failed; each is tried again after the next save."""
+        return 0 if self._copies is None else self._copies.num_failed
+
     # --- saving -------------------------------------------------------------------------------------------------
 
     def save(self, step: int, tree: Any, *, metrics: Metrics | None = None, force: bool = False) -> SaveHandle | None:
@@ -281,6 +302,7 @@ class CheckpointManager:
         def collect() -> State:
             if is_leader:
                 self._acquire(coordination.member)
+                self._raise_failed_copy()
                 if noted := self.options.keep.metrics_of(step, metrics):
                     files[METRICS_NAME] = json.dumps(noted).encode()
                 files[LINEAGE_NAME] = self._descend(step)
@@ -323,6 +345,7 @@ class CheckpointManager:
             if member.client == 0:
                 noted.update(self.options.keep.metrics_of(step, metrics))
                 self._acquire(member)
+                self._raise_failed_copy()
             return state_of_tree(tree, self.options.save, member.client, range(member.num_clients))
 
         handle = tier.save(
@@ -379,6 +402,11 @@ class CheckpointManager:
             if self._pace is not None:
                 self._pace.begin(-(-member.num_clients // Config.from_environ().local_world_size))
 
+    def _raise_failed_copy(self) -> None:
+        """Raise the error of a copy to the mirror, once, on client 0 in a save's first round: all clients raise it."""
+        if self._copies is not None:
+            self._copies.raise_failure()
+
     def _after_save(self, step: int, start: float, handle: SaveHandle, *, is_leader: bool) -> None:
         if self._failed.tolerate(step, handle.failure, is_told=is_leader):
             handle.forgive()
@@ -388,6 +416,8 @@ class CheckpointManager:
         if is_leader and handle.is_committed:
             if self._pace is not None:
                 self._pace.note_committed(self._clock() - start)
+            if self._copies is not None:
+                self._copies.copy_soon()
             self._remove_old(step)
 
     def _descend(self, step: int, number: int | None = None) -> bytes:
@@ -406,7 +436,7 @@ class CheckpointManager:
         return lineage.to_bytes()
 
     def wait(self) -> None:
-        """Wait for the save in flight and for the removal of old checkpoints.
+        """Wait for the save in flight, for the removal of old checkpoints, and for copies to the mirror.
 
         Raises:
             DtckptError: The error of the save, if the caller has not seen it yet.
@@ -419,6 +449,8 @@ class CheckpointManager:
             self._handle.raise_unseen_failure()
         if self._tier is not None:
             self._tier.wait(for_copies=for_copies)
+        if self._copies is not None and for_copies:
+            self._copies.wait()
 
     def close(self) -> None:
         """Wait as `wait` does, and let other processes manage the root. Idempotent.
@@ -441,6 +473,8 @@ class CheckpointManager:
             finally:
                 self._saved = None  # others may save there now
                 self._root.right.release()
+                if self._copies is not None:
+                    self._copies.close(has_failed=has_failed)
 
     # --- restoring ----------------------------------------------------------------------------------------------
 
@@ -477,7 +511,11 @@ class CheckpointManager:
             DtckptError: As for `dtckpt.restore`: any error but damage, and damage too if the step was named.
         """
         options = options or RestoreOptions()
-        options = replace(options, allow_unexpected=options.allow_unexpected or partial)
+        options = replace(
+            options,
+            allow_unexpected=options.allow_unexpected or partial,
+            trusted_keys=options.trusted_keys or self.options.trusted_keys,
+        )
         coordination = current_coordination()
         collective = Collective(coordination, "manager", options.timeout_s)
         # Named, for the stages of a pipeline have targets on no common mesh, and each asks for its part only.
@@ -488,23 +526,26 @@ class CheckpointManager:
         if tier is not None:
             tier.wait_for_local()
 
+        def mirrored() -> Saved:
+            return {} if self._copies is None else self._copies.saved()
+
         def read(chosen: Candidate) -> tuple[Any, LocalRestore | None, Run | None]:
             local = None
             if chosen.local and tier is not None:
                 tree, local = tier.restore(chosen, target, options, mesh=mesh, layouts=layouts, group=everyone)
             else:
-                path = self.path(chosen.step)
+                path = self._place_of(chosen)
                 tree = restore(path, target, mesh=mesh, layouts=layouts, options=options, group=everyone)
-            return tree, local, run_at(self._folders, chosen) if collective.is_leader else None
+            return tree, local, run_at(self._folders, mirrored(), chosen) if collective.is_leader else None
 
         def pin(chosen: Candidate) -> AbstractContextManager[None]:
-            return nullcontext() if chosen.local else self._pin(chosen.step)
+            return nullcontext() if chosen.local or chosen.is_mirrored else self._pin(chosen.step)
 
         with collective.process_lock():
             if tier is not None:
                 tier.join(collective, is_save=False)
             restored = restore_newest_valid(
-                lambda: self._candidates(is_named=step is not None),
+                lambda: self._candidates(mirrored, is_named=step is not None, is_signed=bool(options.trusted_keys)),
                 collective,
                 step,
                 read,
@@ -517,22 +558,36 @@ class CheckpointManager:
         self._saved = None
         self._schedule.note_restored()
         self._damaged.update(each for each in skipped if each != chosen.step)
-        self._base_step = None if chosen.local else chosen.step
+        self._base_step = None if chosen.local or chosen.is_mirrored else chosen.step
+        if chosen.is_mirrored:
+            self._damaged.add(chosen.step)  # the root lacks it, or has it damaged
         if tier is not None:
             tier.go_on_from(chosen, restored.damaged, self._write_durable)
-        return RestoredStep(chosen.step, tree, skipped, local)
+        return RestoredStep(chosen.step, tree, skipped, local, chosen.is_mirrored)
 
-    def _candidates(self, *, is_named: bool) -> list[Candidate]:
-        """Return the steps that can be restored, newest first; only the tier's steps if the root cannot be listed."""
-        held = self._tier.restorable(is_named=is_named) if self._tier is not None else ()
-        saved: Saved = {}
+    def _place_of(self, chosen: Candidate) -> Location:
+        """Return where a step is that is not in the local tier."""
+        if chosen.is_mirrored and self._copies is not None:
+            return self._copies.path(chosen.step)
+        return self.path(chosen.step)
+
+    def _candidates(self, mirrored: Callable[[], Saved], *, is_named: bool, is_signed: bool) -> list[Candidate]:
+        """Return the steps that can be restored, newest first; without the root's steps if it cannot be listed.
+
+        Args:
+            mirrored: Returns the steps of the mirror.
+            is_named: Whether the caller named the step.
+            is_signed: Whether only signed steps count; the memory of the hosts is not signed.
+        """
+        held = self._tier.restorable(is_named=is_named) if self._tier is not None and not is_signed else ()
+        saved, copies = {}, mirrored()
         try:
             saved = self._folders.saved()
         except StorageError as error:
-            if not any(each.is_restorable for each in held):
+            if not copies and not any(each.is_restorable for each in held):
                 raise
-            logger.warning("the steps of %s cannot be listed, so only the local tier is restored: %s", self.root, error)
-        return newest_first(saved, held)
+            logger.warning("the steps of %s cannot be listed, so none of them is restored: %s", self.root, error)
+        return nearest_first(saved, copies, held)
 
     @contextmanager
     def _pin(self, step: int) -> Iterator[None]:

@@ -15,6 +15,7 @@ from dtckpt.checkpoint.managing.interval import AutoInterval
 from dtckpt.checkpoint.managing.retention import Retention
 from dtckpt.checkpoint.managing.schedule import SaveRules
 from dtckpt.checkpoint.options import SaveOptions
+from dtckpt.checkpoint.signing.keys import KeySource
 from dtckpt.errors import ConfigError, StorageError
 from dtckpt.storage.location import Location
 
@@ -29,6 +30,7 @@ class ManagerOptions:
     leftover_age_s: float
     save: SaveOptions
     reuse: bool = False
+    trusted_keys: tuple[KeySource, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.leftover_age_s > 0:

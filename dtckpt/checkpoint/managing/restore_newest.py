@@ -16,7 +16,7 @@ from typing import Any
 
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.managing.candidates import Candidate
-from dtckpt.checkpoint.managing.lineage import Run, ancestry, current_steps
+from dtckpt.checkpoint.managing.lineage import Run, Saved, ancestry, current_steps
 from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.checkpoint.parts.records import PartCopy
 from dtckpt.checkpoint.tiers.local_restore import LocalRestore
@@ -55,13 +55,15 @@ class RestoredStep:
         step: The step that was restored.
         tree: The target, or the new tree.
         skipped: Newer steps that could not be restored, and the reason.
-        local: The bytes by host, if the step came from the local tier; None if it came from the root.
+        local: The bytes by host, if the step came from the local tier; None if it came from the root or the mirror.
+        is_mirrored: Whether the step came from the mirror.
     """
 
     step: int
     tree: Any
     skipped: Mapping[int, str]
     local: LocalRestore | None = None
+    is_mirrored: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def restore_newest_valid(
         failure = outcome.failure or CheckpointCorruptError(f"{chosen} cannot be restored: {reasons[0]}")
         tried.add(chosen)
         skipped[chosen.step] = reasons[0]
-        if step is None or chosen.local:
+        if step is None or chosen.local or chosen.is_mirrored:
             logger.error("%s cannot be restored, trying the one before: %s", chosen, reasons[0])
     if step is not None and failure is not None:
         raise failure
@@ -174,7 +176,8 @@ def _choose(
         ]
         if step is not None and not left and Candidate(step) not in tried:
             left = [Candidate(step)]
-        return json.dumps([step, [left[0].step, left[0].local] if left else None]).encode()
+        first = [left[0].step, left[0].local, left[0].is_mirrored] if left else None
+        return json.dumps([step, first]).encode()
 
     proposals = {client: json.loads(data) for client, data in sorted(collective.run_round("chosen", propose).items())}
     named = {client: proposal[0] for client, proposal in proposals.items()}
@@ -199,14 +202,16 @@ def _try(
     return outcome, outcome.to_bytes()
 
 
-def run_at(folders: StepFolders, chosen: Candidate) -> Run | None:
+def run_at(folders: StepFolders, mirrored: Saved, chosen: Candidate) -> Run | None:
     """Return the run that a restored state descends from; None if the root cannot be listed now."""
     try:
-        saved = folders.saved()
+        saved = {**mirrored, **folders.saved()}
     except StorageError:
         if chosen.local:
             return None
-        raise
+        if not chosen.is_mirrored:
+            raise
+        saved = dict(mirrored)
     if not chosen.local:
         return Run.at(saved, ancestry(saved, chosen.step))
     number = chosen.number

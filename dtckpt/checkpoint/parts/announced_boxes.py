@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import replace
 
+from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.checkpoint.parts.open_part import elements_of, piece_digest
 from dtckpt.checkpoint.parts.records import PartBox, PartIndex, PartPiece
 from dtckpt.format.dtypes import DTYPES
@@ -69,12 +70,12 @@ class AnnouncedBoxes:
             for box in list(self._boxes)[:-MAX_BOXES]:
                 del self._boxes[box]
 
-    def digested(self, index: PartIndex, data: memoryview) -> PartIndex:
+    def digested(self, index: PartIndex, data: memoryview | LentMemory) -> PartIndex:
         """Return the index of the next part with digests of the announced boxes that lie in one of its pieces.
 
         Args:
             index: The index without them.
-            data: The part's file.
+            data: The part's file, or the memory that has its pieces.
         """
         with self._lock:
             self._num_parts += 1

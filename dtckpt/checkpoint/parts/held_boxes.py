@@ -34,6 +34,7 @@ class BoxContent:
     Args:
         tensor: Name of the tensor.
         region: The box.
+        dtype: The stored dtype: equal bits of two dtypes are other numbers.
         digest: Its digest; None: it has none.
         piece: The piece that it lies in.
         piece_digest: Digest of the piece.
@@ -41,13 +42,18 @@ class BoxContent:
 
     tensor: str
     region: Region
+    dtype: str
     digest: int | None
     piece: Region
     piece_digest: int
 
+    def is_same_box(self, other: BoxContent) -> bool:
+        """Whether two boxes are of the same tensor and region, stored alike."""
+        return (self.tensor, self.region, self.dtype) == (other.tensor, other.region, other.dtype)
+
     def equals(self, other: BoxContent) -> bool:
         """Whether two boxes are of the same tensor and region, and have the same elements for certain."""
-        if (self.tensor, self.region) != (other.tensor, other.region):
+        if not self.is_same_box(other):
             return False
         if self.digest is not None and self.digest == other.digest:
             return True
@@ -83,7 +89,9 @@ class HeldBoxes:
 
     def note(self, memory: np.ndarray[Any, Any], content: BoxContent) -> None:
         """Note what some memory holds: it was verified."""
-        self._now[_place(memory)] = content
+        # Beside private memory there is scratch memory, whose addresses may be private memory's later.
+        if self._is_private is None or self.is_private(memory):
+            self._now[_place(memory)] = content
 
     def note_whole(self, tensors: Mapping[str, int]) -> None:
         """Note the digests of whole tensors of a version that was read whole."""

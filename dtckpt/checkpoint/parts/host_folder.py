@@ -29,9 +29,12 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
+from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.checkpoint.parts.records import MAX_INDEX_NBYTES, HostParts, PartIndex, SaveId
 from dtckpt.checkpoint.saving.staging import StagingMemory
 from dtckpt.errors import StorageFullError, format_nbytes
@@ -90,6 +93,12 @@ class PartFile:
         """Whether another file is at its path. Raises: FileNotFoundError: No file is."""
         found = self.path.stat()
         return (found.st_dev, found.st_ino) != self._identity
+
+    def place(self, elements: np.ndarray[Any, Any]) -> tuple[int, tuple[int, ...]]:
+        """Return the byte at which elements begin that lie in the file, and the steps from one to the next, per dim."""
+        return elements.ctypes.data - self.memory.data_ptr(), tuple(
+            each // elements.itemsize for each in elements.strides
+        )
 
     def move(self, path: Path) -> None:
         """Rename the file."""
@@ -194,6 +203,10 @@ class HostFolder:
         """Map the file of a part, for reading. Raises: OSError, ValueError: It is missing, or empty."""
         with self.data_path(save, client).open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+
+    def open_memory(self, save: SaveId, client: int) -> memoryview | LentMemory:
+        """Return the memory of a part: here its file, as `open_data`; see `LendingFolder`."""
+        return self.open_data(save, client)
 
     def restores(self) -> dict[str, int]:
         """Return how often each save was restored, by its name; without the saves that are gone."""

@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.checkpoint.parts.records import PartIndex, PartPiece, PartTensor, SaveId
 from dtckpt.checkpoint.reading.read_chunks import convert, cut
 from dtckpt.errors import CheckpointCorruptError
@@ -53,8 +54,15 @@ def spans(shape: Sequence[int], itemsize: int) -> Iterator[tuple[slice, ...]]:
             yield slice(row, row + 1), *span
 
 
-def elements_of(data: memoryview, piece: PartPiece, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return a view of a piece's elements in a part's file. Raises: ValueError: The file is too short."""
+def elements_of(data: memoryview | LentMemory, piece: PartPiece, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Return a view of a piece's elements in a part's file, or where they lie.
+
+    Raises:
+        ValueError: The file is too short.
+        FileNotFoundError: The memory is lent no more.
+    """
+    if isinstance(data, LentMemory):
+        return data.elements(piece.offset)
     strides = tuple(step * dtype.itemsize for step in piece.strides)
     last = sum((size - 1) * step for size, step in zip(piece.region.shape, strides, strict=True))
     if piece.offset + last + dtype.itemsize > len(data):
@@ -68,11 +76,12 @@ def validate_part(data: memoryview, index: PartIndex) -> None:
         verified_elements(data, index, number)
 
 
-def verified_elements(data: memoryview, index: PartIndex, number: int) -> np.ndarray[Any, Any]:
-    """Return a view of a piece's elements.
+def verified_elements(data: memoryview | LentMemory, index: PartIndex, number: int) -> np.ndarray[Any, Any]:
+    """Return a view of a piece's elements; of lent memory, which its owner may change at any time, a copy.
 
     Raises:
         CheckpointCorruptError: The elements have changed since the save.
+        FileNotFoundError: The memory is lent no more.
     """
     piece = index.piece(number)
     tensor = index.tensors[piece.tensor]
@@ -80,13 +89,15 @@ def verified_elements(data: memoryview, index: PartIndex, number: int) -> np.nda
         elements = elements_of(data, piece, DTYPES[tensor.dtype])
     except ValueError as error:
         raise CheckpointCorruptError(f"the part of client {index.client} is cut short: {error}") from error
+    if isinstance(data, LentMemory):
+        elements = elements.copy()
     if piece_digest(tensor.name, piece.region, elements) != piece.digest:
         raise CheckpointCorruptError(f"the part of client {index.client} is damaged at {tensor.name!r} {piece.region}")
     return elements
 
 
 class OpenPart:
-    """A part, mapped into memory. Thread-safe.
+    """A part, mapped into memory, or lent. Thread-safe.
 
     Args:
         folder: The parts of this host.
@@ -102,19 +113,27 @@ class OpenPart:
     def __init__(self, folder: HostFolder, save: SaveId, client: int, index: PartIndex | None = None) -> None:
         self.index = PartIndex.from_bytes(folder.index_file(save, client)) if index is None else index
         try:
-            self._data = folder.open_data(save, client)
+            self._data = folder.open_memory(save, client)
         except FileNotFoundError:
             raise
         except (OSError, ValueError) as error:  # an empty file cannot be mapped
             raise CheckpointCorruptError(f"the part of client {client} cannot be read: {error}") from error
-        self.path = folder.data_path(save, client)
-        self._start = np.frombuffer(self._data, np.uint8).ctypes.data
+        self._is_lent = isinstance(self._data, LentMemory)
+        self.path = None if self._is_lent else folder.data_path(save, client)
+        """The file; None if the part lies in lent memory."""
+        self._start = 0 if isinstance(self._data, LentMemory) else np.frombuffer(self._data, np.uint8).ctypes.data
         self._verified: dict[int, np.ndarray[Any, Any]] = {}
         self.digests = self.index.digests()
         """Digests of pieces and announced boxes, by tensor and region."""
         self._numbers: dict[str, list[int]] = {}
         for number, piece in enumerate(self.index.pieces):
             self._numbers.setdefault(self.index.tensors[piece.tensor].name, []).append(number)
+
+    @property
+    def memory(self) -> np.ndarray[Any, Any]:
+        """The bytes of the file."""
+        assert not isinstance(self._data, LentMemory)  # noqa: S101  the caller has looked at `path`
+        return np.frombuffer(self._data, np.uint8)
 
     def tensor(self, number: int) -> PartTensor:
         """Return the tensor of a piece."""
@@ -170,5 +189,8 @@ class OpenPart:
         """Return the elements of a piece. Raises: as `verified_elements`."""
         elements = self._verified.get(number)
         if elements is None:
-            elements = self._verified[number] = verified_elements(self._data, self.index, number)
+            elements = verified_elements(self._data, self.index, number)
+            if self._is_lent:
+                self._verified = {}  # there is memory for the copy of one piece
+            self._verified[number] = elements
         return elements

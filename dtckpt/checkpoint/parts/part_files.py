@@ -14,8 +14,9 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -25,23 +26,23 @@ from typing_extensions import override
 from dtckpt.checkpoint.parts.announced_boxes import Box
 from dtckpt.checkpoint.parts.changes import WORDS
 from dtckpt.checkpoint.parts.held_boxes import BoxContent, HeldBoxes
-from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.layout_tags import validate_expected_tags
-from dtckpt.checkpoint.parts.open_part import OpenPart, piece_digest, piece_seed
-from dtckpt.checkpoint.parts.peers import BoxRequest, Peer
+from dtckpt.checkpoint.parts.mapped_folder import MappedFolder
+from dtckpt.checkpoint.parts.open_part import piece_digest, piece_seed
 from dtckpt.checkpoint.parts.records import PartCopy, PartIndex, SaveId
 from dtckpt.checkpoint.parts.server import MAX_BOXES
+from dtckpt.checkpoint.parts.transports import BoxRequest, PartTransport
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles, RegionBuffers
 from dtckpt.checkpoint.reading.piece_reads import PieceInfo
 from dtckpt.checkpoint.reading.pieces import Piece, PieceIndex, PieceTensor
-from dtckpt.checkpoint.reading.read_chunks import convert, cut, validate_convertible
+from dtckpt.checkpoint.reading.read_chunks import cut, validate_convertible
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo, TensorInfos
 from dtckpt.checkpoint.reading.verified_reads import spare_threads
 from dtckpt.errors import CheckpointCorruptError, DtckptError, RegionNotFoundError, StorageError
 from dtckpt.format import tree as trees
 from dtckpt.format import tree_union
-from dtckpt.format.digest import as_bytes, bytes_digest
+from dtckpt.format.digest import bytes_digest
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
 from dtckpt.storage.location import Location
@@ -90,11 +91,11 @@ class PartHolder:
 
     Args:
         name: Its name.
-        source: Its server; or, if it is this host, the folder of its parts.
+        source: The way to its parts.
     """
 
     name: str
-    source: Peer | HostFolder
+    source: PartTransport
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,17 +127,11 @@ class _BoxRead:
         return self.box.numel * self.dtype.itemsize
 
     @property
-    def is_direct(self) -> bool:
-        """Whether bytes go to the target without a conversion."""
-        return self.target.dtype == self.dtype and self.target.flags.c_contiguous
-
-    @property
     def base(self) -> int | None:
         """The digest of the box of another save that the memory holds, if changes from there could be applied."""
         held, content = self.held, self.content
         can_change = self.target.dtype == self.dtype and self.dtype.itemsize in WORDS and content.digest is not None
-        is_same_box = held is not None and (held.tensor, held.region) == (content.tensor, content.region)
-        return held.digest if held is not None and is_same_box and can_change else None
+        return held.digest if held is not None and held.is_same_box(content) and can_change else None
 
     @property
     def is_verified(self) -> bool:
@@ -144,15 +139,13 @@ class _BoxRead:
         has_one = self.content.digest is not None and self.target.dtype == self.dtype
         return self.held is not None and (self.held.digest is not None or not has_one)
 
-    @contextmanager
-    def buffer(self) -> Iterator[memoryview]:
-        """Yield memory for the box: the target's own, or memory whose elements are converted at the end."""
-        if self.is_direct:
-            yield as_bytes(self.target).data
-            return
-        elements = np.empty(self.box.shape, self.dtype) if self.base is None else self.target.copy()
-        yield as_bytes(elements).data
-        convert(elements, self.target)
+    def request(self) -> BoxRequest:
+        """Return the request to a host that has the part."""
+        content = self.content
+        if content.digest is None:
+            return BoxRequest(self.number, self.box, self.target, self.dtype)
+        seed = piece_seed(content.tensor, content.region)
+        return BoxRequest(self.number, self.box, self.target, self.dtype, seed, content.digest, self.base)
 
 
 class _PartInfo(PieceInfo):
@@ -180,6 +173,7 @@ class PartFiles(CheckpointFiles):
     Attributes:
         boxes: By client, the boxes of its pieces that were read or held, but for whole pieces; empty without ``held``.
         tags: The layout tags of the tensors.
+        taken: Tensors of which bytes were taken, here or by clients that read them together with this one.
     """
 
     refused: Mapping[str, DtckptError] = {}
@@ -206,6 +200,7 @@ class PartFiles(CheckpointFiles):
         self.traffic = PartTraffic()
         self.boxes: dict[int, set[Box]] = defaultdict(set)
         self._held = held
+        self.taken: set[str] = set()
         self._asked: set[str] = set()
         """Tensors that clients would read together, unless they hold them."""
         self._digests: dict[Box, int] = {}
@@ -213,7 +208,6 @@ class PartFiles(CheckpointFiles):
         self.identity = save.name
         self._holders = holders
         self._title = title
-        self._parts: dict[int, OpenPart] = {}
         self._numbers: dict[tuple[str, Region], tuple[int, int]] = {}
         self._near: dict[tuple[str, Region], tuple[int, int]] = {}
         self.index = PieceIndex(kind, self._tensors(), _united_tree(indexes))
@@ -272,7 +266,7 @@ class PartFiles(CheckpointFiles):
         max_in_flight: int | None,
         count: Callable[[int], object],
     ) -> int:
-        self._validate_held()
+        self._validate_lease()
         if self._held is not None and not self.traffic.has_begun:
             self._held.begin()
         self.traffic.has_begun = True
@@ -299,11 +293,21 @@ class PartFiles(CheckpointFiles):
             except BaseException as error:
                 # After a failure nothing may go on writing into the caller's memory.
                 pool.shutdown(cancel_futures=True)
-                if isinstance(error, DtckptError):
-                    self._validate_held()  # says more: memory that was freed has other elements
+                # The error of a lease says more than other errors of ours: memory that was freed has other elements.
+                with nullcontext() if isinstance(error, DtckptError) else suppress(DtckptError):
+                    self._validate_lease()
                 raise
-        self._validate_held()
+        self._validate_lease()
         return total
+
+    def _validate_lease(self) -> None:
+        """Check that the parts were not freed. Else boxes without digests may have come from other elements."""
+        try:
+            self._validate_held()
+        except DtckptError:
+            if self._held is not None:
+                self._held.clear()
+            raise
 
     def _reads(self, requests: Iterable[tuple[str, RegionBuffers]]) -> Iterator[_BoxRead]:
         for name, buffers in requests:
@@ -328,12 +332,15 @@ class PartFiles(CheckpointFiles):
         self, name: str, region: Region, buffer: np.ndarray[Any, Any]
     ) -> Iterator[tuple[BoxContent, np.ndarray[Any, Any]]]:
         """Yield the boxes of pieces that make a region of a tensor, each with its part of the region's memory."""
-        for piece in self.index.tensors[name].pieces:
+        tensor = self.index.tensors[name]
+        for piece in tensor.pieces:
             common = piece.region.intersect(region)
             if common is not None:
                 client, number = self._numbers[name, piece.region]
                 of_piece = self.indexes[client].pieces[number].digest
-                content = BoxContent(name, common, self._digests.get((name, common)), piece.region, of_piece)
+                content = BoxContent(
+                    name, common, tensor.dtype, self._digests.get((name, common)), piece.region, of_piece
+                )
                 yield content, cut(buffer, common.relative_to(region).slices())
 
     def is_held(self, name: str, buffers: RegionBuffers) -> bool:
@@ -344,11 +351,20 @@ class PartFiles(CheckpointFiles):
             return False
         return all(held.has(memory, content) for each in buffers for content, memory in self._contents(name, *each))
 
+    def has_elements(self, name: str, buffers: RegionBuffers) -> bool:
+        """As `Checkpoint.has_elements`."""
+        return all(
+            memory.dtype == DTYPES[self.index.tensors[name].dtype] and _has_content(content, memory)
+            for each in buffers
+            for content, memory in self._contents(name, *each)
+        )
+
     def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:
         """As `Checkpoint.note_filled`."""
         if self._held is None:
             return
         for name, buffers in tensors:
+            self.taken.add(name)
             for each in buffers:
                 for content, memory in self._contents(name, *each):
                     self._held.note(memory, content)
@@ -356,13 +372,14 @@ class PartFiles(CheckpointFiles):
 
     def _digest_of(self, name: str) -> int:
         """Return a digest of all pieces of a tensor."""
-        regions = (piece.region for piece in self.index.tensors[name].pieces)
-        return bytes_digest(repr([(each, self._digests[name, each]) for each in regions]).encode())
+        tensor = self.index.tensors[name]
+        pieces = [(piece.region, self._digests[name, piece.region]) for piece in tensor.pieces]
+        return bytes_digest(repr((tensor.dtype, pieces)).encode())
 
     def _place_here(self, name: str, region: Region) -> tuple[int, int] | None:
         """Return where this host has a piece: the client whose part or near copy it is, and its number there."""
         client, number = self._numbers[name, region]
-        if self._own_folder(client) is not None:
+        if self._mapped(client) is not None:
             return client, number
         near = self._near.get((name, region))
         if near is None or self.indexes[near[0]].piece(near[1]).digest != self.indexes[client].piece(number).digest:
@@ -390,16 +407,15 @@ class PartFiles(CheckpointFiles):
         for read in batch:
             assert read.here is not None  # noqa: S101  else it is not read here
             client, number = read.here
+            mapped = self._mapped(client)
+            assert mapped is not None  # noqa: S101  else nothing is read here
             try:
-                part, digest = self._own_part(client), read.content.digest
-                if digest is not None:
-                    part.copy(number, read.box, digest, read.target)
-                else:
-                    convert(cut(part.elements(number), read.box.slices()), read.target)
+                mapped.open(self.save, client, self.indexes[client])
+                mapped.read(self.save, client, [replace(read.request(), number=number)])
             except CheckpointCorruptError as error:
                 self._pass_over("this host", error)
                 if number < len(self.indexes[client].pieces):  # else a near copy, which is no copy of the part
-                    own = (each.name for each in self._holders[client] if isinstance(each.source, HostFolder))
+                    own = (each.name for each in self._holders[client] if isinstance(each.source, MappedFolder))
                     self.traffic.damaged_copies.update(PartCopy(client, host) for host in own)
                 nbytes += self._read_from_peers([read], error)
                 continue
@@ -407,39 +423,26 @@ class PartFiles(CheckpointFiles):
             nbytes += read.nbytes
         return nbytes
 
-    def _own_folder(self, client: int) -> HostFolder | None:
+    def _mapped(self, client: int) -> MappedFolder | None:
         """Return the folder of this host that has a client's part; None if this host does not hold it."""
-        return next((each.source for each in self._holders[client] if isinstance(each.source, HostFolder)), None)
+        return next((each.source for each in self._holders[client] if isinstance(each.source, MappedFolder)), None)
 
     def map_parts(self) -> None:
         """Map the parts of this host now: then they stay, even if their files are removed before they are read."""
         for client in self.indexes:
-            if self._own_folder(client) is not None:
+            if (mapped := self._mapped(client)) is not None:
                 with suppress(CheckpointCorruptError):  # it is asked for again when it is read
-                    self._own_part(client)
-
-    def _own_part(self, client: int) -> OpenPart:
-        part, folder = self._parts.get(client), self._own_folder(client)
-        if part is None:
-            assert folder is not None  # noqa: S101  else nothing is read here
-            try:
-                part = OpenPart(folder, self.save, client, self.indexes[client])
-            except FileNotFoundError as error:
-                raise CheckpointCorruptError(f"the part of client {client} has gone: {error}") from error
-            self._parts[client] = part
-        return part
+                    mapped.open(self.save, client, self.indexes[client])
 
     def _read_from_peers(self, batch: Sequence[_BoxRead], failure: DtckptError | None = None) -> int:
         """Read boxes of one client's part from the first host that holds it undamaged."""
         client = batch[0].client
         nbytes = sum(read.nbytes for read in batch)
         for holder in self._holders[client]:
-            if isinstance(holder.source, HostFolder):
+            if isinstance(holder.source, MappedFolder):
                 continue
             try:
-                with ExitStack() as delivery:
-                    boxes = [self._request(read, delivery.enter_context(read.buffer())) for read in batch]
-                    sent = holder.source.read(self.save, client, boxes)
+                sent = holder.source.read(self.save, client, [read.request() for read in batch])
             except (CheckpointCorruptError, StorageError) as error:
                 self._pass_over(f"host {holder.name}", error)
                 if isinstance(error, CheckpointCorruptError):
@@ -461,19 +464,13 @@ class PartFiles(CheckpointFiles):
             else:
                 self.traffic.by_host[host] = self.traffic.by_host.get(host, 0) + nbytes
             for read in batch:
+                self.taken.add(read.content.tensor)
                 if read.content.digest is None:
                     self.traffic.verified_at_source += read.nbytes
                 else:
                     self.traffic.verified += read.nbytes
                 if self._held is not None:
                     self._held.note(read.target, read.content)
-
-    def _request(self, read: _BoxRead, buffer: memoryview) -> BoxRequest:
-        content = read.content
-        if content.digest is None:
-            return BoxRequest(read.number, read.box, buffer)
-        seed = piece_seed(content.tensor, content.region)
-        return BoxRequest(read.number, read.box, buffer, seed, content.digest, read.base, read.dtype.itemsize)
 
     def _pass_over(self, where: str, error: DtckptError) -> None:
         text = f"{where}: {error}"
@@ -517,7 +514,8 @@ class PartFiles(CheckpointFiles):
 
     @override
     def close(self) -> None:
-        self._parts.clear()
+        for holder in chain.from_iterable(self._holders.values()):
+            holder.source.close()
 
 
 class PartCheckpoint(Checkpoint):
@@ -554,16 +552,26 @@ class PartCheckpoint(Checkpoint):
         return self.parts.is_held(name, buffers)
 
     @override
+    def has_taken(self, name: str) -> bool:
+        return name in self.parts.taken
+
+    @override
+    def has_elements(self, name: str, buffers: RegionBuffers) -> bool:
+        return self.parts.has_elements(name, buffers)
+
+    @override
     def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:
         self.parts.note_filled(tensors)
 
 
 def _has_digest(read: _BoxRead) -> bool:
     """Whether the memory of a read has the elements that the read would bring; not known of converted elements."""
-    content = read.content
-    if read.target.dtype != read.dtype or content.digest is None:
-        return False
-    return piece_digest(content.tensor, content.region, read.target) == content.digest
+    return read.target.dtype == read.dtype and _has_content(read.content, read.target)
+
+
+def _has_content(content: BoxContent, memory: np.ndarray[Any, Any]) -> bool:
+    """Whether memory of a box has its elements; not known if it has no digest."""
+    return content.digest is not None and piece_digest(content.tensor, content.region, memory) == content.digest
 
 
 def _united_tree(indexes: Mapping[int, PartIndex]) -> trees.Node:

@@ -16,6 +16,7 @@ import numpy as np
 from dtckpt.checkpoint.leaves import host_array
 from dtckpt.checkpoint.parts.host_folder import HostFolder, PartFile
 from dtckpt.checkpoint.parts.layout_tags import tag_of
+from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.checkpoint.parts.open_part import piece_digest
 from dtckpt.checkpoint.parts.records import NO_COPIES, NearCopies, PartPiece, PartTensor
 from dtckpt.checkpoint.saving.plan import SavePlan
@@ -94,18 +95,18 @@ def _aligned(region: Region, itemsize: int) -> int:
 def described_pieces(
     staged: State,
     plan: SavePlan,
-    file: PartFile,
+    memory: PartFile | LentMemory,
     client: int,
     copies: NearCopies,
     *,
     tags: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[tuple[PartTensor, ...], tuple[PartPiece, ...], tuple[PartPiece, ...]]:
-    """Return the tensors, pieces and near copies of a part that is staged in a file; digests are taken here.
+    """Return the tensors, pieces and near copies of a part in a file, or in lent memory; digests are taken here.
 
     Args:
-        staged: This client's state, with its elements in the file.
+        staged: This client's state, with its elements in the file; or where they lie, if the memory is lent.
         plan: The plan of all clients.
-        file: The file.
+        memory: The file, or the memory that the pieces are added to.
         client: This client.
         copies: The regions of which this client keeps near copies.
         tags: The tags of tensors, by glob on their names; the first match wins.
@@ -127,15 +128,8 @@ def described_pieces(
             for name, region, elements in found
         ]
         done = [digest.result() if isinstance(digest, Future) else digest for digest in digests]
-    start = file.memory.data_ptr()
     pieces = tuple(
-        PartPiece(
-            numbers[name],
-            region,
-            elements.ctypes.data - start,
-            tuple(step // elements.itemsize for step in elements.strides),
-            digest,
-        )
+        PartPiece(numbers[name], region, *memory.place(elements), digest)
         for (name, region, elements), digest in zip(found, done, strict=True)
     )
     return tensors, pieces[:num_own], pieces[num_own:]

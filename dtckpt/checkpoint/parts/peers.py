@@ -7,67 +7,51 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import xxhash
+from typing_extensions import override
 
 from dtckpt.checkpoint.parts.changes import apply_changes
+from dtckpt.checkpoint.parts.data_tls import SCHEME, DataTls
 from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.checkpoint.parts.server import DIGEST_NBYTES, LENGTH_NBYTES
+from dtckpt.checkpoint.parts.transports import BoxRequest
 from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageError, StorageFullError
 from dtckpt.format.digest import bytes_digest
-from dtckpt.layout.region import Region
 
 SEND_NBYTES = 4 << 20
 RECV_NBYTES = 1 << 20
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BoxRequest:
-    """A box of a piece that is to be read.
-
-    Args:
-        number: Number of the piece in its part.
-        box: The box, in elements of the piece.
-        buffer: Memory of its size.
-        seed: If the box has a digest in the index: the seed of it, and
-        digest: the digest.
-        base: If it has one, and the buffer holds the box as it is in another save: its digest there. Then the host may
-            send the changes.
-        itemsize: Bytes of an element.
-    """
-
-    number: int
-    box: Region
-    buffer: memoryview
-    seed: int | None = None
-    digest: int = 0
-    base: int | None = None
-    itemsize: int = 1
+_Filled = tuple[BoxRequest, memoryview]
+"""A box, and the memory for its stored elements."""
 
 
 class Peer:
-    """The server of one client on another host. Thread-safe: each request opens a new connection.
+    """The server of one client on another host, as a `PartTransport`. Each request opens a new connection.
 
     Args:
-        url: ``host:port``.
+        url: ``host:port``, or ``https://host:port``.
         host: Name of the host, for messages.
         token: The token that requests send.
         timeout_s: Longest wait for each answer, in seconds.
+        tls: The authorities that this client trusts; default: as the environment names them.
     """
 
-    def __init__(self, url: str, host: str, token: str, timeout_s: float) -> None:
+    kind = "http"
+
+    def __init__(self, url: str, host: str, token: str, timeout_s: float, *, tls: DataTls | None = None) -> None:
         self.host = host
-        self._url = urlsplit(f"//{url}")
+        self._url = urlsplit(url if url.startswith(SCHEME) else f"//{url}")
         self._headers = {"Authorization": f"Bearer {token}"}
         self._timeout_s = timeout_s
+        self._tls = DataTls.from_environ() if tls is None else tls
 
     @contextmanager
     def _errors_named(self, what: str) -> Iterator[HTTPConnection]:
-        connection = HTTPConnection(str(self._url.hostname), self._url.port, timeout=self._timeout_s)
+        connection = _PeerConnection(self._url, self.host, self._timeout_s, self._tls)
         try:
             yield connection
         except DtckptError:
@@ -106,6 +90,17 @@ class Peer:
             data = data[stop:]
         return files
 
+    def index_file(self, save: SaveId, client: int) -> bytes:
+        """As `PartTransport.index_file`."""
+        return self._get(f"/v1/indexes/{save.name}/{client}", "read indexes")
+
+    def nixl_offer(self, save: SaveId, client: int) -> bytes:
+        """Return how NIXL reaches the memory of a client's part. Raises: StorageError: The host refuses."""
+        return self._get(f"/v1/nixl/{save.name}/{client}", "ask for NIXL")
+
+    def close(self) -> None:
+        """As `PartTransport.close`: no connection is kept."""
+
     def announce(self, save: SaveId, client: int, boxes: bytes) -> None:
         """Announce the boxes of a client's parts that this reader reads.
 
@@ -122,47 +117,42 @@ class Peer:
             self._answer_to(connection)
 
     def read(self, save: SaveId, client: int, boxes: Sequence[BoxRequest]) -> int:
-        """Read boxes of a client's part into their buffers, and verify them.
-
-        Returns:
-            The bytes of elements and changes that the host sent.
-
-        Raises:
-            CheckpointCorruptError: The host's copy is damaged, or the answer is.
-            StorageError: The host does not answer, or refuses.
-        """
-        nbytes, misfits = self._read(save, client, boxes)
-        if misfits:
-            # What the buffer held, or what the host made changes from, was not the base. The elements do not depend
-            # on it.
-            nbytes += self._read(save, client, [replace(each, base=None) for each in misfits])[0]
+        """As `PartTransport.read`."""
+        with ExitStack() as delivery:
+            filled = [(each, delivery.enter_context(each.memory())) for each in boxes]
+            nbytes, misfits = self._read(save, client, filled)
+            if misfits:
+                # What the memory held, or what the host made changes from, was not the base. The elements do not
+                # depend on it.
+                again = [(replace(each, base=None), buffer) for each, buffer in misfits]
+                nbytes += self._read(save, client, again)[0]
         return nbytes
 
-    def _read(self, save: SaveId, client: int, boxes: Sequence[BoxRequest]) -> tuple[int, list[BoxRequest]]:
+    def _read(self, save: SaveId, client: int, boxes: Sequence[_Filled]) -> tuple[int, list[_Filled]]:
         """Read boxes; return the bytes that the host sent, and the boxes that changes did not bring to their digests.
 
         Raises: as `read`.
         """
-        asked = json.dumps([(each.number, each.box.offset, each.box.shape, each.base) for each in boxes])
+        asked = json.dumps([(each.number, each.box.offset, each.box.shape, each.base) for each, _ in boxes])
         nbytes, misfits = 0, []
         with self._errors_named("read a part") as connection:
             connection.request("POST", f"/v1/read/{save.name}/{client}", asked, self._headers)
             answer, of_parts = _Answer(self.host, self._answer_to(connection)), xxhash.xxh3_64()
-            for each in boxes:
+            for each, buffer in boxes:
                 digest = of_parts if each.seed is None else xxhash.xxh3_64(seed=each.seed)
                 length = 0 if each.base is None else int.from_bytes(answer.take(LENGTH_NBYTES), "big")
                 if length:
-                    if length >= len(each.buffer):
+                    if length >= len(buffer):
                         raise CheckpointCorruptError(f"host {self.host}: changes of a box are longer than the box")
                     nbytes += length
                     with suppress(ValueError):  # malformed: the digest tells
-                        apply_changes(answer.take(length), each.buffer, each.itemsize)
-                    digest.update(each.buffer)
+                        apply_changes(answer.take(length), buffer, each.dtype.itemsize)
+                    digest.update(buffer)
                     if digest.intdigest() != each.digest:
-                        misfits.append(each)
+                        misfits.append((each, buffer))
                     continue
-                nbytes += len(each.buffer)
-                answer.fill(each.buffer, digest)
+                nbytes += len(buffer)
+                answer.fill(buffer, digest)
                 if each.seed is not None and digest.intdigest() != each.digest:
                     raise CheckpointCorruptError(f"host {self.host}: a piece of the part of client {client} is damaged")
             if answer.take(DIGEST_NBYTES) != of_parts.intdigest().to_bytes(DIGEST_NBYTES, "big") or answer.goes_on():
@@ -192,6 +182,22 @@ class Peer:
                 self._answer_to(connection)
                 raise
             self._answer_to(connection)
+
+
+class _PeerConnection(HTTPConnection):
+    """A connection to the server of a host: by TLS, if its address says so."""
+
+    def __init__(self, url: SplitResult, host: str, timeout_s: float, tls: DataTls) -> None:
+        super().__init__(str(url.hostname), url.port, timeout=timeout_s)
+        self._host_name, self._tls, self._is_secure = host, tls, bool(url.scheme)
+
+    @override
+    def connect(self) -> None:
+        if not self._is_secure:
+            self._tls.validate_plaintext(self._host_name)
+        super().connect()
+        if self._is_secure:
+            self.sock = self._tls.secure(self.sock, self.host, self._host_name)
 
 
 class _Answer:

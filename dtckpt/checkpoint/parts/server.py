@@ -5,6 +5,8 @@ of one attempt agree on. A process of another job, or of an earlier attempt, can
 is a ticket in the token's place, where the server takes tickets: it lets its bearer read the parts of one save.
 
     GET  /v1/indexes/<save>               the indexes of the save's parts on this host, each after its length
+    GET  /v1/indexes/<save>/<client>      the index of a client's part
+    GET  /v1/nixl/<save>/<client>         how NIXL reaches the memory of the part: see `NixlOffer`
     POST /v1/read/<save>/<client>         body: JSON list of [number of the piece, offset, shape, base], in elements of
                                           it; answer: these boxes' elements, one after the other, then a digest of those
                                           that have none in the index. With a base, the digest of the box in another
@@ -15,32 +17,43 @@ is a ticket in the token's place, where the server takes tickets: it lets its be
     GET  /v1/texts/<digest>               a text that this client keeps for the others
     POST /v1/pull/<save>/<client>         body and answer: see `dtckpt.checkpoint.live.pulls`
 
-Errors are status codes with a text: 400 malformed, 403 wrong token, 404 not here, 409 damaged, 507 no space. A
-connection beyond `MAX_CONNECTIONS` is closed without an answer.
+Errors are status codes with a text: 400 malformed, 403 wrong token, 404 not here, 409 damaged, 431 too long a head,
+507 no space. A connection beyond `MAX_CONNECTIONS` waits. A connection that takes too long for its next step ends
+without an answer (`dtckpt.checkpoint.parts.connections`). With a certificate (`dtckpt.checkpoint.parts.data_tls`), the
+server speaks TLS, and its address begins with ``https://``.
 """
 
 from __future__ import annotations
 
 import hmac
+import io
 import json
 import math
 import socket
+import ssl
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
+from typing_extensions import override
 
 from dtckpt.checkpoint.parts.announced_boxes import MAX_ANNOUNCEMENT_NBYTES, AnnouncedBoxes
 from dtckpt.checkpoint.parts.changes import WORDS, changes_between
+from dtckpt.checkpoint.parts.connections import ServerConnection, ServerConnections
+from dtckpt.checkpoint.parts.data_tls import SCHEME, DataTls, ServerCertificate
 from dtckpt.checkpoint.parts.host_folder import HostFolder, PartFile
-from dtckpt.checkpoint.parts.open_part import OpenPart, validate_part
+from dtckpt.checkpoint.parts.nixl_offer import NixlOffer, is_wanted
+from dtckpt.checkpoint.parts.open_part import OpenPart, spans, validate_part
 from dtckpt.checkpoint.parts.records import MAX_INDEX_NBYTES, PartIndex, SaveId
+from dtckpt.checkpoint.reading.read_chunks import cut
 from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageFullError, TicketError
 from dtckpt.format.digest import as_bytes
 from dtckpt.format.dtypes import DTYPES
@@ -48,6 +61,7 @@ from dtckpt.layout.region import Region
 
 LENGTH_NBYTES = DIGEST_NBYTES = 8
 RECV_NBYTES = 4 << 20
+SEND_NBYTES = 1 << 20
 POLL_S = 0.05
 """How often the server looks whether it is to end, which `PartServer.close` waits for."""
 MAX_BOXES = 4096
@@ -55,8 +69,16 @@ MAX_BOXES = 4096
 MAX_REQUEST_NBYTES = 1024 * MAX_BOXES
 MAX_ANSWER_NBYTES = 64 << 20
 """Bytes of the boxes that one request may ask for, if it asks for several."""
-MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS = 256
 """Connections at a time; each has a thread."""
+MAX_WAITING = 4096
+"""Connections that wait for a place, as far as the kernel lets them."""
+MAX_HEAD_NBYTES = 16 << 10
+"""Bytes of a request before its body."""
+HEAD_S = 10.0
+"""How long a connection has for the next request's head, and for the handshake of TLS."""
+MIN_RATE = 64 << 10
+"""Bytes per second, beside the time that a step has anyway, below which a connection ends."""
 MAX_REFUSED = 1024
 """Refused copies that are remembered."""
 MAX_OPEN_PARTS = 4
@@ -76,6 +98,11 @@ class PartServer:
         boxes: Takes the boxes that readers announce. None: they cannot.
         answer_pull: Called with a save, a client, and the body of a request to pull its part; returns the answer.
         is_relay: Whether the parts are another job's, so that pieces are verified in each request.
+        tls: Its certificate; default: as the environment names one.
+
+    Raises:
+        ConfigError: The certificate cannot be used.
+        OSError: The address cannot be used.
     """
 
     def __init__(
@@ -88,12 +115,18 @@ class PartServer:
         boxes: AnnouncedBoxes | None = None,
         answer_pull: AnswerPull | None = None,
         is_relay: bool = False,
+        tls: DataTls | None = None,
     ) -> None:
         self.texts: Mapping[int, bytes] = {}
         """Texts that other clients may ask for, by their digests."""
+        tls = DataTls.from_environ() if tls is None else tls
+        certificate = ServerCertificate(tls.cert, tls.key) if tls.cert is not None and tls.key is not None else None
+        nixl = NixlOffer() if is_wanted() and not is_relay else None
         self._server = _Server((address, 0), folder, timeout_s, check_ticket, boxes)
         self._server.answer_pull, self._server.is_relay = answer_pull, is_relay
-        self.url = f"{_bracketed(address)}:{self._server.server_address[1]}"
+        self._server.certificate, self._server.nixl = certificate, nixl
+        url = f"{_bracketed(address)}:{self._server.server_address[1]}"
+        self.url = url if certificate is None else f"{SCHEME}{url}"
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(POLL_S,), daemon=True, name="dtckpt-tier-server"
         )
@@ -119,16 +152,22 @@ class PartServer:
 
     def close(self) -> None:
         """Take no more requests."""
+        self._server.is_closing = True
         self._server.shutdown()
         self._server.server_close()
+        if self._server.nixl is not None:
+            self._server.nixl.close()
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    request_queue_size = 256
+    request_queue_size = MAX_WAITING
     block_on_close = False
     answer_pull: AnswerPull | None = None
     is_relay = False
+    is_closing = False
+    certificate: ServerCertificate | None = None
+    nixl: NixlOffer | None = None
 
     def __init__(
         self,
@@ -147,22 +186,41 @@ class _Server(ThreadingHTTPServer):
         self.is_open = threading.Event()
         self._parts: OrderedDict[tuple[SaveId, int], OpenPart] = OrderedDict()
         self._lock = threading.Lock()
-        self._places = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.connections = ServerConnections(MAX_CONNECTIONS)
         super().__init__(address, _PartHandler)
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread, or close it if there are too many."""
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+    @override
+    def service_actions(self) -> None:
+        self.connections.tick()
 
+    @override
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread, as soon as there is a place."""
+        while (connection := self.connections.begin(request, HEAD_S, POLL_S)) is None:
+            self.connections.tick()
+            if self.is_closing:
+                self.shutdown_request(request)
+                return
+        try:
+            super().process_request(connection, client_address)  # type: ignore[arg-type]  # given to the method below
+        except BaseException:  # there is no thread to be had
+            self.connections.end(connection)
+            raise
+
+    @override
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Answer a connection, in its thread."""
+        connection: ServerConnection = request
         try:
-            super().process_request_thread(request, client_address)
+            if self.certificate is not None:
+                connection.socket.settimeout(HEAD_S)
+                connection.secure(self.certificate.context())
+            self.RequestHandlerClass(connection, client_address, self)  # type: ignore[arg-type]  # see its `setup`
+        except Exception:
+            self.handle_error(request, client_address)
         finally:
-            self._places.release()
+            self.connections.end(connection)
+            self.shutdown_request(connection.socket)
 
     def open_part(self, save: SaveId, client: int) -> OpenPart:
         """Return a part, open for reading; requests for one part follow each other."""
@@ -177,7 +235,7 @@ class _Server(ThreadingHTTPServer):
             self._parts[save, client] = kept
             self._parts.move_to_end((save, client))
             while len(self._parts) > MAX_OPEN_PARTS:
-                self._parts.popitem(last=False)
+                self._close_part(*next(iter(self._parts)))
         return kept
 
     def _forget_removed(self) -> None:
@@ -185,7 +243,12 @@ class _Server(ThreadingHTTPServer):
         with self._lock:
             for save, client in list(self._parts):
                 if not self.folder.has(save, client):
-                    del self._parts[save, client]
+                    self._close_part(save, client)
+
+    def _close_part(self, save: SaveId, client: int) -> None:
+        self._parts.pop((save, client), None)
+        if self.nixl is not None:
+            self.nixl.withdraw(save, client)
 
     def bases(self, save: SaveId, client: int) -> Sequence[OpenPart]:
         """Return a client's parts of the newest other saves, from which there may be changes to a save."""
@@ -199,10 +262,25 @@ class _Server(ThreadingHTTPServer):
     def forget_part(self, save: SaveId, client: int) -> None:
         """Open a part anew when it is asked for next: another file may have taken its place."""
         with self._lock:
-            self._parts.pop((save, client), None)
+            self._close_part(save, client)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing: a peer that dies amid a request is ordinary, and the request's own side reports the rest."""
+
+
+class _HeadReader(io.BufferedReader):
+    """Reads requests. The lines of a head have `MAX_HEAD_NBYTES` together."""
+
+    left = MAX_HEAD_NBYTES
+
+    @override
+    def readline(self, size: int | None = -1, /) -> bytes:
+        limit = self.left + 1
+        line = super().readline(limit if size is None or size < 0 else min(size, limit))
+        self.left -= len(line)
+        if self.left < 0:
+            raise HTTPException(f"the head of a request has more than {MAX_HEAD_NBYTES} bytes")
+        return line
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +294,61 @@ class _FileRange:
     def __len__(self) -> int:
         return self.nbytes
 
+    def validate(self) -> None:
+        if self.path.stat().st_size < self.offset + self.nbytes:
+            raise CheckpointCorruptError(f"{self.path} was cut short")
+
+    def send(self, to: socket.socket) -> None:
+        with self.path.open("rb") as file:
+            if not isinstance(to, ssl.SSLSocket):
+                num_sent = to.sendfile(file, self.offset, self.nbytes)
+            else:  # the kernel cannot encrypt, and `sendfile` would read 8 KiB at a time
+                file.seek(self.offset)
+                num_sent = 0
+                while data := file.read(min(SEND_NBYTES, self.nbytes - num_sent)):
+                    to.sendall(data)
+                    num_sent += len(data)
+        if num_sent < self.nbytes:
+            raise CheckpointCorruptError(f"{self.path} was cut short")
+
+
+class _Elements:
+    """Elements that do not lie densely: they are copied bit by bit as they are sent, whatever their size.
+
+    Args:
+        elements: The elements.
+        digest: Takes them, too, if the receiver has no digest of them.
+    """
+
+    def __init__(self, elements: np.ndarray[Any, Any], digest: xxhash.xxh3_64 | None = None) -> None:
+        self._elements, self._digest = elements, digest
+
+    def __len__(self) -> int:
+        return self._elements.nbytes
+
+    def send(self, to: socket.socket) -> None:
+        for span in spans(self._elements.shape, self._elements.itemsize):
+            data = as_bytes(cut(self._elements, span)).data
+            if self._digest is not None:
+                self._digest.update(data)
+            to.sendall(data)
+
+
+class _Digest:
+    """The digest of what was sent before."""
+
+    def __init__(self, digest: xxhash.xxh3_64) -> None:
+        self._digest = digest
+
+    def __len__(self) -> int:
+        return DIGEST_NBYTES
+
+    def send(self, to: socket.socket) -> None:
+        to.sendall(self._digest.intdigest().to_bytes(DIGEST_NBYTES, "big"))
+
+
+_Sent = bytes | memoryview | _FileRange | _Elements | _Digest
+
 
 class _RefusedError(Exception):
     def __init__(self, status: int, reason: str) -> None:
@@ -228,16 +361,31 @@ class _PartHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     wbufsize = -1
     disable_nagle_algorithm = True
+    server_version, sys_version = "dtckpt", ""
 
+    @override
     def setup(self) -> None:
+        self._place: ServerConnection = self.request  # as the server gives it
+        self.request = self._place.socket
         super().setup()
         self.connection.settimeout(self.server.timeout_s)
+        self.rfile = self._head = _HeadReader(self.connection.makefile("rb", buffering=0))
+
+    @override
+    def handle_one_request(self) -> None:
+        self._head.left = MAX_HEAD_NBYTES
+        self._expect(HEAD_S)
+        super().handle_one_request()
+
+    def _expect(self, seconds: float | None) -> None:
+        self.server.connections.expect(self._place, seconds)
 
     def log_message(self, *args: object) -> None:
         pass
 
     def _handle(self) -> None:
         self._has_begun_answer = False
+        self._expect(None)
         try:
             # The first of the clients to learn the token may ask before the others have learned it.
             if not self.server.is_open.wait(self.server.timeout_s):
@@ -246,6 +394,12 @@ class _PartHandler(BaseHTTPRequestHandler):
                 case ["GET", "v1", "indexes", save]:
                     self._admit(SaveId.parse(save))
                     self._answer(list(self._indexes(SaveId.parse(save))))
+                case ["GET", "v1", "indexes", save, client]:
+                    self._admit(SaveId.parse(save))
+                    self._answer([self.server.folder.index_file(SaveId.parse(save), int(client))])
+                case ["GET", "v1", "nixl", save, client] if (nixl := self.server.nixl) is not None:
+                    self._admit(SaveId.parse(save))
+                    self._offer(nixl, SaveId.parse(save), int(client))
                 case ["POST", "v1", "read", save, client]:
                     self._admit(SaveId.parse(save))
                     self._read(SaveId.parse(save), int(client))
@@ -254,7 +408,7 @@ class _PartHandler(BaseHTTPRequestHandler):
                     self._take_boxes(int(client))
                 case ["POST", "v1", "pull", save, client] if self.server.answer_pull is not None:
                     self._admit(SaveId.parse(save))
-                    body = self.rfile.read(self._length(MAX_REQUEST_NBYTES))
+                    body = self._body(MAX_REQUEST_NBYTES)
                     self._answer(self.server.answer_pull(SaveId.parse(save), int(client), body))
                 case ["PUT", "v1", "parts", save, client]:
                     self._admit()
@@ -273,6 +427,7 @@ class _PartHandler(BaseHTTPRequestHandler):
         """Refuse a request without the token; and without a ticket, if it asks for nothing but parts of a save."""
         shown = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if hmac.compare_digest(shown.encode(), self.server.token.encode()):
+            self._place.is_admitted = True
             return
         if read is None or self.server.check_ticket is None:
             raise _RefusedError(403, "the token belongs to another attempt of the job")
@@ -280,6 +435,7 @@ class _PartHandler(BaseHTTPRequestHandler):
             self.server.check_ticket(shown, read)
         except TicketError as error:
             raise _RefusedError(403, str(error)) from None
+        self._place.is_admitted = True
 
     do_GET = do_POST = do_PUT = _handle  # noqa: N815  names of the base class
 
@@ -296,24 +452,24 @@ class _PartHandler(BaseHTTPRequestHandler):
             self.end_headers()
             self.wfile.write(data)
 
-    def _answer(
-        self, parts: Sequence[bytes | memoryview] | Sequence[bytes | memoryview | _FileRange], status: int = 200
-    ) -> None:
+    def _answer(self, parts: Sequence[_Sent], status: int = 200) -> None:
         for part in parts:
-            if isinstance(part, _FileRange) and part.path.stat().st_size < part.offset + part.nbytes:
-                raise CheckpointCorruptError(f"{part.path} was cut short")
+            if isinstance(part, _FileRange):
+                part.validate()
+        nbytes = sum(len(part) for part in parts)
+        self._expect(self.server.timeout_s + nbytes / MIN_RATE)
         self.send_response(status)
-        self.send_header("Content-Length", str(sum(len(part) for part in parts)))
+        self.send_header("Content-Length", str(nbytes))
         self.end_headers()
         self.wfile.flush()
         self._has_begun_answer = True
         for part in parts:
-            if isinstance(part, _FileRange):
-                with part.path.open("rb") as file:
-                    if self.connection.sendfile(file, part.offset, part.nbytes) < part.nbytes:
-                        raise CheckpointCorruptError(f"{part.path} was cut short")
+            if isinstance(part, bytes | memoryview):
+                # In steps, as the time of a socket is for all that one call sends.
+                for start in range(0, len(part), SEND_NBYTES):
+                    self.connection.sendall(part[start : start + SEND_NBYTES])
             else:
-                self.connection.sendall(part)
+                part.send(self.connection)
 
     def _indexes(self, save: SaveId) -> Iterator[bytes]:
         parts = self.server.folder.parts()
@@ -328,21 +484,28 @@ class _PartHandler(BaseHTTPRequestHandler):
             raise _RefusedError(400, f"the request has no length, or one over {limit} bytes")
         return length
 
+    def _body(self, limit: int) -> bytes:
+        """Return the body of a request. Raises: _RefusedError: The body is too long, or ends too early."""
+        length = self._length(limit)
+        self._expect(self.server.timeout_s + length / MIN_RATE)
+        data = self.rfile.read(length)
+        self._expect(None)
+        if len(data) < length:
+            raise _RefusedError(400, "the request ended before its length")
+        return data
+
     def _read(self, save: SaveId, client: int) -> None:
-        wanted = json.loads(self.rfile.read(self._length(MAX_REQUEST_NBYTES)))
+        wanted = json.loads(self._body(MAX_REQUEST_NBYTES))
         part = self.server.open_part(save, client)
         _validate_boxes(wanted, part.index)
         digest = xxhash.xxh3_64()
-        parts: list[bytes | memoryview | _FileRange] = []
+        parts: list[_Sent] = []
         bases = self.server.bases(save, client) if any(base is not None for *_, base in wanted) else ()
         for number, offset, shape, base in wanted:
             box = Region(tuple(offset), tuple(shape))
             if (part.tensor(number).name, part.region(number, box)) not in part.digests:
                 # The receiver has no digest to verify the box with. So it is verified here.
-                elements = part.elements(number)
-                data = as_bytes(elements[box.slices()] if box.ndim else elements).data
-                digest.update(data)
-                parts.append(data)
+                parts.append(_Elements(cut(part.elements(number), box.slices()), digest))
                 continue
             if base is not None:
                 changes = _changes(part, number, box, bases, base)
@@ -351,13 +514,19 @@ class _PartHandler(BaseHTTPRequestHandler):
                     parts.append(changes)
                     continue
             parts.append(_elements(part, number, box))
-        self._answer([*parts, digest.intdigest().to_bytes(DIGEST_NBYTES, "big")])
+        self._answer([*parts, _Digest(digest)])
+
+    def _offer(self, nixl: NixlOffer, save: SaveId, client: int) -> None:
+        part = self.server.open_part(save, client)
+        if part.path is None:
+            raise _RefusedError(404, "the part lies in memory that is lent, which NIXL does not read")
+        self._answer([nixl.describe(save, client, part)])
 
     def _take_boxes(self, client: int) -> None:
         boxes = self.server.boxes
         if boxes is None or boxes.client != client:
             raise _RefusedError(404, f"the parts of client {client} are not made here")
-        boxes.announce(self.rfile.read(self._length(MAX_ANNOUNCEMENT_NBYTES)))
+        boxes.announce(self._body(MAX_ANNOUNCEMENT_NBYTES))
         self._answer([], 204)
 
     def _take(self, save: SaveId, client: int) -> None:
@@ -431,12 +600,12 @@ def _changes(part: OpenPart, number: int, box: Region, bases: Sequence[OpenPart]
     return b"" if old is None else changes_between(old, new) or b""
 
 
-def _elements(part: OpenPart, number: int, box: Region) -> memoryview | _FileRange:
+def _elements(part: OpenPart, number: int, box: Region) -> _Elements | _FileRange:
     """Return the elements of a box for an answer, unverified: the receiver has their digest."""
     elements = part.view(number, box)
-    if elements.flags.c_contiguous:
+    if elements.flags.c_contiguous and part.path is not None:
         return _FileRange(part.path, part.offset(elements), elements.nbytes)
-    return as_bytes(elements).data
+    return _Elements(elements)
 
 
 def _refusal_of(error: Exception) -> tuple[int, str]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from dtckpt.checkpoint.reading.verify import Progress, VerifyReport
+    from dtckpt.checkpoint.signing.signed_folder import SignedFolder
 
 
 from dtckpt.errors import format_nbytes
@@ -51,13 +52,22 @@ class Checkpoint:
         path: Its path or URL.
         files: Its files.
         reopen: Opens the checkpoint that is at its path now; None: no save can replace this one.
+        signed: Its folder, if every read is compared with digests that a trusted key has signed.
     """
 
-    def __init__(self, path: Location, files: CheckpointFiles, reopen: Callable[[], Checkpoint] | None = None) -> None:
+    def __init__(
+        self,
+        path: Location,
+        files: CheckpointFiles,
+        reopen: Callable[[], Checkpoint] | None = None,
+        signed: SignedFolder | None = None,
+    ) -> None:
         self.path = path
-        self.is_remote = is_remote(path)
+        # Signed bytes are read as bytes of other storage are: once for all clients, and not straight from a file.
+        self.is_remote = signed is not None or is_remote(path)
+        self.signed = signed
         self.files = files
-        self._reopen = reopen
+        self.reopen = reopen
         self.tensors: Mapping[str, TensorInfo] = files.tensors
 
     def __repr__(self) -> str:
@@ -246,6 +256,21 @@ class Checkpoint:
         """
         return False
 
+    def has_taken(self, name: str) -> bool:  # noqa: ARG002  as above
+        """Whether bytes of a tensor were read; no if all of them were held. The checkpoint may be closed. Local."""
+        return True
+
+    def has_elements(self, name: str, buffers: RegionBuffers) -> bool:  # noqa: ARG002  as above
+        """Whether memory, of any owner, has the elements of regions of a tensor, as its digests tell. Local.
+
+        The checkpoint may be closed.
+
+        Args:
+            name: The tensor's name.
+            buffers: The regions, each with its memory.
+        """
+        return False
+
     def note_filled(self, tensors: Iterable[tuple[str, RegionBuffers]]) -> None:
         """Learn that a restore has read everything, and that some memory was filled with what other clients read.
 
@@ -283,10 +308,10 @@ class Checkpoint:
 
     def cause_of(self, error: CheckpointError) -> CheckpointError:
         """Return the error, or another error if a save has replaced the checkpoint since it was opened."""
-        if self._reopen is None:
+        if self.reopen is None:
             return error
         try:
-            with self._reopen() as now:
+            with self.reopen() as now:
                 is_same = now.identity == self.identity
         except CheckpointNotFoundError:
             is_same = False

@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from typing_extensions import override
 
-from dtckpt.checkpoint.reading.pieces import Piece, PieceTensor, c_strides
+from dtckpt.checkpoint.reading.pieces import Piece, PieceTensor, RulePieces, c_strides
 from dtckpt.checkpoint.reading.tensor_info import ChunkInfo, TensorInfo
 from dtckpt.errors import RegionError, RegionNotFoundError
 from dtckpt.format.codecs import NO_CODEC
@@ -254,15 +254,20 @@ class PieceInfo(TensorInfo):
         return min(self.tensor.nbytes, self.max_nbytes)
 
     @property
-    def _largest(self) -> Piece | None:
-        return max(self.tensor.pieces, key=lambda piece: piece.region.numel, default=None)
+    def _largest(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Shape and strides of the largest piece; None if there are no pieces."""
+        pieces = self.tensor.pieces
+        if not pieces:
+            return None
+        if isinstance(pieces, RulePieces):
+            return pieces.largest_shape, c_strides(pieces.largest_shape)
+        largest = max(pieces, key=lambda piece: piece.region.numel)
+        return largest.region.shape, largest.element_strides
 
     @property
     @override
     def chunk_shape(self) -> tuple[int, ...]:
-        return (
-            tuple(max(1, size) for size in self.tensor.shape) if self._largest is None else self._largest.region.shape
-        )
+        return tuple(max(1, size) for size in self.tensor.shape) if self._largest is None else self._largest[0]
 
     @property
     @override
@@ -276,7 +281,7 @@ class PieceInfo(TensorInfo):
         # The dim with the largest stride.
         if self._largest is None:
             return 0
-        shape, strides = self._largest.region.shape, self._largest.element_strides
+        shape, strides = self._largest
         return max(range(len(shape)), key=lambda dim: (shape[dim] > 1, strides[dim], -dim), default=0)
 
     @override

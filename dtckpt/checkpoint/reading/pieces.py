@@ -16,10 +16,12 @@ are checked before memory is taken. Sharded tensors have up to tens of thousands
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from functools import lru_cache
+from itertools import combinations, islice
 from types import MappingProxyType
 from typing import Any
 
@@ -39,6 +41,8 @@ UNEXPANDED_NBYTES = 256 << 20
 MAX_EXPANSION = 64
 """How many tensors may be made of the same bytes, on average, as tied and expanded tensors are."""
 _MAX_NBYTES = 1 << 62
+MAX_SHOWN = 4
+"""Regions that a message shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +109,39 @@ class Piece:
         """Return the byte behind the last element of the box, or behind the stream."""
         if self.stream_nbytes is not None:
             return self.offset + self.stream_nbytes
-        last = sum((size - 1) * step for size, step in zip(self.region.shape, self.element_strides, strict=True))
+        if self.strides is None:
+            return self.offset + itemsize * self.region.numel
+        last = sum((size - 1) * step for size, step in zip(self.region.shape, self.strides, strict=True))
         return self.offset + itemsize * (last + 1)
+
+
+Extent = tuple[str, int, int]
+"""A file, a first byte in it, and the byte behind the last."""
+
+
+class RulePieces:
+    """The pieces of a whole tensor that follow from a rule, and are made only when they are asked for.
+
+    A checkpoint may have many pieces for each process, and a command that lists its tensors needs none. The rule
+    promises what `PieceTensor` checks of other pieces: they fill the tensor, do not overlap, lie in the extents, and
+    each is in C order.
+    """
+
+    extents: Sequence[Extent]
+    """The bytes that hold the pieces; one object for all tensors with the same."""
+    key: object
+    """What tells the pieces from those of other tensors with the same extents and shape."""
+
+    largest_shape: tuple[int, ...]
+    """The shape of the largest piece."""
+
+    def __len__(self) -> int:
+        """Return the number of the pieces, without making them."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Make the pieces."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +165,14 @@ class PieceTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...] | RulePieces
     layout: Layout | None = None
     content: int | None = None
     elements: np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
     is_whole: bool = field(init=False, compare=False, repr=False)
     """Whether all elements were saved."""
-    _index: RegionIndex = field(init=False, compare=False, repr=False)
-    _positions: Mapping[Region, int] = field(init=False, compare=False, repr=False)
-    """The position of the piece of a region."""
+    _made: _MadePieces | None = field(init=False, compare=False, repr=False)
+    """The pieces, and how they are found; None until they are needed."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -146,24 +180,41 @@ class PieceTensor:
         is_sane = len(self.shape) <= MAX_RANK and min(self.shape, default=0) >= 0
         if not is_sane or math.prod(filter(None, self.shape)) > MAX_NUMEL:
             raise self._error(f"nothing can have shape {self.shape}")
+        if isinstance(self.pieces, RulePieces):
+            object.__setattr__(self, "_made", None)
+            object.__setattr__(self, "is_whole", True)
+            return
         if len(self.pieces) > MAX_PIECES:
             raise self._error(f"it has {len(self.pieces)} pieces, expected at most {MAX_PIECES}")
         if self.elements is not None:
             is_same = self.elements.shape == self.shape and self.elements.dtype == DTYPES[self.dtype]
             if self.pieces or not is_same:
                 raise self._error("its elements are not those that it describes")
-        for piece in self.pieces:
-            self.validate_piece(piece)
-        index = RegionIndex([piece.region for piece in self.pieces])
-        if (clash := index.clash()) is not None:
-            first, second = (self.pieces[position].region for position in clash)
-            raise self._error(f"its pieces {first} and {second} overlap")
-        object.__setattr__(self, "_index", index)
-        positions = {piece.region: position for position, piece in enumerate(self.pieces)}
-        object.__setattr__(self, "_positions", positions)
+        object.__setattr__(self, "_made", None)
+        if len(self.pieces) > 1:
+            self._make()
+        else:
+            self._validate_pieces()
         numel = math.prod(self.shape)
         is_whole = self.elements is not None or sum(piece.region.numel for piece in self.pieces) == numel
         object.__setattr__(self, "is_whole", is_whole)
+
+    def _make(self) -> _MadePieces:
+        """Make the pieces that a rule tells, check them, and make the index of them."""
+        pieces = self._validate_pieces()
+        index = RegionIndex([piece.region for piece in pieces])
+        if (clash := index.clash()) is not None:
+            first, second = (pieces[position].region for position in clash)
+            raise self._error(f"its pieces {first} and {second} overlap")
+        made = _MadePieces(pieces, index, {piece.region: position for position, piece in enumerate(pieces)})
+        object.__setattr__(self, "_made", made)
+        return made
+
+    def _validate_pieces(self) -> tuple[Piece, ...]:
+        pieces = tuple(self.pieces)
+        for piece in pieces:
+            self.validate_piece(piece)
+        return pieces
 
     def validate_piece(self, piece: Piece) -> None:
         """Raise `CheckpointCorruptError` if a piece does not fit the tensor, or a number of it is out of bounds."""
@@ -176,6 +227,14 @@ class PieceTensor:
             raise self._error(f"its piece {region} would begin at byte {piece.offset} of {piece.file!r}")
         if not is_file_name(piece.file):
             raise self._error(f"its piece {region} is in {piece.file!r}, which is no file of the checkpoint")
+
+    def renamed(self, name: str) -> PieceTensor:
+        """Return the tensor under another name, without checks."""
+        tensor = copy.copy(self)
+        for attribute in ("is_whole", "_made"):
+            object.__setattr__(tensor, attribute, getattr(self, attribute))
+        object.__setattr__(tensor, "name", name)
+        return tensor
 
     def _error(self, reason: str) -> CheckpointCorruptError:
         return CheckpointCorruptError(f"tensor {self.name[:200]!r} cannot be read: {reason}")
@@ -198,9 +257,26 @@ class PieceTensor:
 
     def pieces_in(self, region: Region) -> list[Piece]:
         """Return the pieces that share an element with a region, in their order."""
-        if (position := self._positions.get(region)) is not None:
-            return [self.pieces[position]]  # pieces do not overlap
-        return [self.pieces[position] for position in self._index.meeting(region)]
+        made = self._make() if self._made is None else self._made
+        if (position := made.positions.get(region)) is not None:
+            return [made.pieces[position]]  # pieces do not overlap
+        return [made.pieces[position] for position in made.index.meeting(region)]
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of the elements that were saved in pieces."""
+        if isinstance(self.pieces, RulePieces):
+            return self.nbytes
+        return self.itemsize * sum(piece.region.numel for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class _MadePieces:
+    """Pieces, and how they are found: an index of their regions, and the position of the piece of each region."""
+
+    pieces: tuple[Piece, ...]
+    index: RegionIndex
+    positions: Mapping[Region, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,29 +305,49 @@ class PieceIndex:
     files: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    file_nbytes: Mapping[str, int] = field(init=False, repr=False, compare=False)
+    """By file, the bytes that it must have at least."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
         # Lists, not sets: a name that occurs twice is refused, too.
         if sorted(trees.tensor_names(self.structure)) != sorted(self.tensors):
             raise CheckpointCorruptError("the checkpoint contradicts itself: its tree does not name every tensor once")
+        sizes: dict[str, int] = {}
+        for file, _, stop in self.extents():
+            if stop > sizes.get(file, -1):
+                sizes[file] = stop
+        object.__setattr__(self, "file_nbytes", sizes)
         # Checked here for all readers: tensors may share bytes, and one tensor may repeat the same bytes many times.
-        nbytes = sum(
-            piece.region.numel * tensor.itemsize for tensor in self.tensors.values() for piece in tensor.pieces
-        )
-        if is_expanded_too_far(nbytes, stored := sum(self.file_nbytes().values())):
+        nbytes = sum(tensor.stored_nbytes for tensor in self.tensors.values())
+        if is_expanded_too_far(nbytes, stored := sum(sizes.values())):
             raise CheckpointCorruptError(
                 f"the checkpoint and its index disagree: {nbytes} bytes of tensors would be made of "
                 f"{stored} bytes of files; restore another checkpoint"
             )
 
-    def file_nbytes(self) -> dict[str, int]:
-        """Return, by file, the bytes that it must have at least."""
-        sizes: dict[str, int] = {}
+    def held_in(self, file: str) -> str:
+        """Return a text of the regions that a file holds, for a message: of the first tensors."""
+        held = (
+            f"{name[:80]} {piece.region}"
+            for name, tensor in self.tensors.items()
+            for piece in tensor.pieces
+            if piece.file == file
+        )
+        some = list(islice(held, MAX_SHOWN + 1))
+        return ", ".join([*some[:MAX_SHOWN], "and more"] if len(some) > MAX_SHOWN else some)
+
+    def extents(self) -> Iterator[Extent]:
+        """Yield the bytes of all pieces; those that tensors share by a rule are yielded once."""
+        shared: dict[int, Sequence[Extent]] = {}
         for tensor in self.tensors.values():
-            for piece in tensor.pieces:
-                sizes[piece.file] = max(sizes.get(piece.file, 0), piece.stop(tensor.itemsize))
-        return sizes
+            if isinstance(tensor.pieces, RulePieces):
+                shared[id(tensor.pieces.extents)] = tensor.pieces.extents
+            else:
+                for piece in tensor.pieces:
+                    yield piece.file, piece.offset, piece.stop(tensor.itemsize)
+        for extents in shared.values():
+            yield from extents
 
 
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -259,6 +355,7 @@ def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
+@lru_cache(maxsize=1 << 12)
 def is_file_name(name: str) -> bool:
     """Whether a name can only belong to a file in or below the checkpoint's folder, and to no file elsewhere."""
     is_text = name.isprintable() and "\\" not in name and ":" not in name

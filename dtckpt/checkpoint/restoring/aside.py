@@ -65,7 +65,7 @@ class AsideMemory:
         if len(kept) < len(self._memory):
             # Other memory may get the addresses.
             self.held.clear()
-        # Memory that is no longer wanted goes first, so that there is never memory for both.
+        # Free unwanted memory first, so that the old and the new memory never exist together.
         self._memory = kept
         for key, memory in wanted.items():
             if key not in self._memory:
@@ -76,7 +76,7 @@ class AsideMemory:
 
     def _beside(self, leaf: Leaf) -> Leaf:
         components = tuple(self._memory[_key(memory)] for memory in leaf.components)
-        # The tensor of such a leaf stands for nothing but its memory; a client without components has none.
+        # The tensor of such a leaf only stands for its memory; on a client without components it has none.
         tensor = components[0] if components else torch.empty(0)
         return replace(leaf, tensor=tensor, components=components)
 

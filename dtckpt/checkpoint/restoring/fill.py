@@ -27,7 +27,7 @@ from dtckpt.errors import ReplicaMismatchError
 from dtckpt.layout.region import Region
 
 GC_PAUSE_NBYTES = 256 << 20
-"""Reads of no more bytes soon end; the cycle collector pauses for them."""
+"""Reads of at most so many bytes end soon; the cycle collector pauses for them."""
 
 
 def fill_tensors(
@@ -44,7 +44,7 @@ def fill_tensors(
     Args:
         checkpoint: The checkpoint.
         leaves: The tensors to be filled.
-        tied: Other names of the same memory; their stored values must equal those that fill it.
+        tied: Other names of the same memory; their stored values must equal the values that fill it.
         shared: The tensors that this client reads together with other clients.
         phases: Counts the bytes.
         handed_on: The tensors that this client reads together with other clients of its host, if they can open each
@@ -52,7 +52,7 @@ def fill_tensors(
 
     Raises:
         ReplicaMismatchError: Tied tensors were saved with different values.
-        CheckpointCorruptError: Stored bytes are not the bytes that were saved.
+        CheckpointCorruptError: Stored bytes differ from the saved bytes.
         DtckptError: As for `Checkpoint.read_all` and `read_shared`.
     """
     read = partial(checkpoint.read_all, count=phases.count)
@@ -93,7 +93,7 @@ def _fill_by_host(checkpoint: Checkpoint, handed_on: HostReads, phases: Phases) 
 def note_writes(leaves: Sequence[Leaf]) -> None:
     """Tell autograd, and views that keep a copy of their values, that the memory of tensors is about to change.
 
-    Autograd then refuses a backward pass that needs the values of before.
+    Autograd then refuses a backward pass that needs the earlier values.
     """
     # A DTensor and its components each count the writes that graphs of them must know.
     written = (tensor for leaf in leaves for tensor in (leaf.tensor, *leaf.components))
@@ -106,12 +106,12 @@ def note_writes(leaves: Sequence[Leaf]) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Reads:
-    """How the distinct regions of this client are filled: each is read once, further copies are made from the first.
+    """The plan to fill this client's distinct regions: one read for each, then copies of the first.
 
     Args:
         direct: By tensor, the regions that are read straight into the memory of their tensor.
         nbytes: Bytes of those.
-        staged: Regions whose memory is not the host's: read into host memory, then copied.
+        staged: Regions outside of host memory: read into host memory, then copied.
         copied: Filled memory, and the further copies of its region on this client.
     """
 
@@ -143,6 +143,13 @@ def own_buffers(leaf: Leaf) -> list[tuple[Region, np.ndarray[Any, Any]]]:
     """Return the distinct regions of a leaf with their memory, as far as it is in the host's."""
     found = ((region, own_array(first)) for region, (first, *_) in leaf.distinct_parts())
     return [(region, buffer) for region, buffer in found if buffer is not None]
+
+
+def has_elements(checkpoint: Checkpoint, name: str, leaf: Leaf) -> bool:
+    """Whether all memory of a leaf has a tensor's elements, as their digests tell; not known of memory elsewhere."""
+    parts = [(region, own_array(memory)) for region, memory in leaf.parts if not region.is_empty]
+    here = [(region, array) for region, array in parts if array is not None]
+    return len(here) == len(parts) and checkpoint.has_elements(name, here)
 
 
 def read_nbytes(checkpoint: Checkpoint, leaves: Sequence[NamedLeaf]) -> int:

@@ -1,4 +1,4 @@
-"""Choose the layout that a stored tensor gets: by name, by a function, or the saved one on another mesh."""
+"""Choose the layout of a restored tensor: by name, by a function, or the saved layout on another mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LayoutChoice = LayoutOrPlacements | Callable[[str, TensorInfo], LayoutOrPlacemen
 Layouts = Mapping[str, LayoutChoice] | Callable[[str, TensorInfo], LayoutOrPlacements]
 """Layouts by tensor name or glob (first match wins), each a Layout or a function of (name, info); or one function.
 
-In place of a Layout, one placement per axis of the mesh will do, of this library or PyTorch's.
+A value may also be one placement per axis of the mesh instead of a Layout, of this library or PyTorch's.
 """
 
 
@@ -31,7 +31,7 @@ def choose_layout(
         info: The facts about it.
         mesh: As for `dtckpt.restore`.
         layouts: As for `dtckpt.restore`.
-        keep_plain: Whether a tensor that was on no mesh stays so unless ``layouts`` match it.
+        keep_plain: Whether a tensor that was on no mesh stays plain unless ``layouts`` match it.
 
     Raises:
         LayoutError: The chosen layout does not have the tensor's rank.

@@ -1,7 +1,7 @@
-"""Match a restore's target with the saved structure, walking both side by side; changes nothing in either.
+"""Match a restore's target with the saved structure, walking both side by side, without changes.
 
-The match says which saved part each place of the target takes; `dtckpt.checkpoint.restoring.memory` then plans the
-memory for these parts. So a restore finds a misfit before it allocates memory.
+The match assigns a saved part to each place of the target. `dtckpt.checkpoint.restoring.memory` then plans the memory
+for these parts. So a restore finds a misfit before it allocates memory.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def plan_target(
         checkpoint: The checkpoint.
         target: The target.
         options: See `RestoreOptions`.
-        client: Which of the clients that restore this one is.
-        at: Keys that lead to the part of the checkpoint that fills the target; by default all of it does.
+        client: This client's number among the clients of the restore.
+        at: Keys that lead to the part of the checkpoint that fills the target; by default the whole checkpoint.
 
     Raises:
-        TensorNotFoundError: Target and checkpoint have different kinds of things at one place, or there is nothing
-            ``at`` the place.
+        TensorNotFoundError: Target and checkpoint have different kinds of values at one place, or the checkpoint has
+            nothing ``at`` the place.
         ShapeMismatchError: Sequences differ in length.
-        TreeError: The target holds something that cannot be filled.
+        TreeError: The target holds a value that cannot be filled.
     """
     names = new_names(checkpoint, options)
     moved, of_parameters = rename_optimizers(checkpoint.structure, names)
@@ -87,7 +87,7 @@ def plan_target(
     def finish() -> Any:
         # Modules first: an optimizer moves its state to the devices of its parameters.
         memory.modules.give_memory()
-        # Then the tree, then the objects: `load_state_dict` copies out of memory that is filled by then.
+        # Then the tree, then the objects: `load_state_dict` copies out of memory that the restore has filled by then.
         result = renewed(memory)
         for load in (*matcher.loads, *matcher.last_loads):
             load(memory)
@@ -125,7 +125,7 @@ def _part_at(node: trees.Node, at: tuple[str, ...]) -> trees.Node:
 
 
 Renewal = Callable[[PlannedMemory], Any]
-"""Gives a place of the target its new value, when the memory is filled; returns the value."""
+"""Gives a place of the target its new value after the memory is filled; returns the value."""
 
 
 class _Matcher:
@@ -142,7 +142,7 @@ class _Matcher:
         has_text_keys: Whether the keys of the structure's dicts may have had other types.
 
     Attributes:
-        taken: The pairs whose saved tensors and values are taken: each needs memory.
+        taken: The pairs that take saved tensors and values, and so need memory.
         objects: The pairs of objects whose state is matched.
         loads: Give the stateful objects of the target their state, inner ones first.
         last_loads: The same for random states: the other objects may draw numbers when they load.
@@ -171,7 +171,7 @@ class _Matcher:
         self._lacking: dict[str, torch.Tensor] = {}
 
     def visit_late(self) -> None:
-        """Match the objects that come after the others: schedulers, whose state depends on their optimizer's."""
+        """Match the objects that come last: schedulers, whose state depends on the state of their optimizer."""
         for pair in self._late:
             self._visit_state(pair)
 
@@ -208,7 +208,7 @@ class _Matcher:
         raise refusal(pair.slot.value, pair.where, "restore into")
 
     def _is_replaced(self, pair: Pair[Any]) -> bool:
-        """Whether a part of an object's state is replaced as a whole: the saved part has another kind or shape."""
+        """Tell whether to replace a part of an object's state as a whole, because the saved kind or shape differs."""
         match pair.slot:
             case TensorSlot(value):
                 name = pair.tensor_name
@@ -245,7 +245,7 @@ class _Matcher:
         loads.append(lambda memory: slot.fill(renewed(memory), where))
 
     def _visit_per_client(self, pair: Pair[PerClientSlot]) -> Renewal:
-        """Match a target that differs by client with its own of the saved values."""
+        """Match a target that differs by client with this client's saved value."""
         slot, target = pair.slot, pair.slot.value
         if pair.type_name != "PerClient":
             raise _misfit(pair, "PerClient")
@@ -350,7 +350,7 @@ class _Matcher:
         return items
 
     def _opened(self, pair: Pair[Any], kind: str) -> list[tuple[Any, trees.Node]] | None:
-        """Return the items of a saved container of a kind; None for a node that is none."""
+        """Return the items of a saved container of a kind; None for any other node."""
         opened = pair.saved_items
         if opened is None:
             return None
@@ -374,7 +374,7 @@ _OF_RANK = re.compile(r"(.*rank[^0-9a-zA-Z]?)\d+")
 
 
 def _keys_of_other_ranks(own: Iterable[Any], saved: Iterable[Any]) -> set[Any]:
-    """Return the saved keys that other ranks have in the place of a key of an object's own state."""
+    """Return the saved keys of other ranks that correspond to a key of an object's own state."""
 
     def start(key: Any) -> str | None:
         match = _OF_RANK.fullmatch(key) if isinstance(key, str) else None
@@ -395,7 +395,7 @@ def _misfit(saved: Saved, kind: str) -> TensorNotFoundError:
 def _validate_parts(pair: Pair[ContainerSlot], parts: TensorParts) -> None:
     """Check that the saved parts belong to a tensor of the same class, shape and context."""
     target = pair.slot.value
-    # Memory that the tensor makes when it is asked for its parts would be filled for nothing.
+    # If a tensor makes new memory for its parts at each request, filling that memory would have no effect.
     if parts is not target and any(getattr(target, name) is not part for name, part in parts.items()):
         raise TreeError(
             f"cannot restore into the {type(target).__name__} at {pair.where!r}: it does not keep its parts as "

@@ -1,7 +1,7 @@
-"""`PlannedMemory`: the memory that a restore fills, and the values that are made of it.
+"""`PlannedMemory`: the memory that a restore fills, and the values made of this memory.
 
-A tensor of the target is filled in place. A tensor on the meta device, and what the target lacks, as the state of a
-fresh optimizer, get new memory.
+A restore fills a tensor of the target in place. Tensors on the meta device, and parts that the target lacks, such as
+the state of a fresh optimizer, get new memory.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from dtckpt.layout.region import Region
 def plan_memory(
     checkpoint: Checkpoint, layouts: StateLayouts, taken: Iterable[Pair[Any]], objects: Iterable[Pair[ObjectSlot]]
 ) -> PlannedMemory:
-    """Plan which memory is filled with which tensors of a checkpoint; allocate what the target lacks.
+    """Plan the memory for tensors of a checkpoint; allocate the tensors that the target lacks.
 
     Args:
         checkpoint: The checkpoint.
         layouts: Allocates the tensors that the target lacks.
-        taken: The pairs whose saved tensors and values are taken.
+        taken: The pairs that take saved tensors and values.
         objects: The pairs of objects whose state is restored.
 
     Raises:
@@ -76,11 +76,11 @@ class PlannedMemory:
         self.used: set[str] = set()
         self.modules = MetaTensors()
         self._kept: KeptLayouts = {}
-        # By id of a pair, with the pair itself, so that no other one gets its id.
+        # By id of a pair, with the pair itself, so that no other pair gets its id.
         self._values: dict[int, tuple[Pair[Any], Callable[[], Any]]] = {}
 
     def value_of(self, pair: Pair[Any]) -> Any:
-        """Return the value that a place gets; call this when the memory is filled."""
+        """Return the new value of a place; call this after the memory is filled."""
         return self._values[id(pair)][1]()
 
     def add(self, pair: Pair[Any]) -> None:
@@ -131,7 +131,7 @@ class PlannedMemory:
         return lambda: trees.build(node, made.__getitem__)
 
     def _fill(self, name: str, memory: torch.Tensor | np.ndarray[Any, Any], mark: ShardMark | None) -> None:
-        """Note memory that is to be filled with a tensor, or with the part of it that a mark says."""
+        """Note memory to fill with a tensor, or with the part of the tensor that a mark describes."""
         leaf = Shards.of(memory, mark) if mark is not None and isinstance(memory, torch.Tensor) else memory
         self.leaves.append((name, as_leaf(leaf, name, self._kept)))
 
@@ -139,12 +139,12 @@ class PlannedMemory:
 class MetaTensors:
     """The memory that a restore allocates for tensors on the meta device, which have a shape but no elements.
 
-    When all is filled, the tensors of modules get that memory and stay the same Python objects, so optimizers keep
-    their parameters, and tied tensors stay tied. In a dict, new tensors take their place.
+    After the reads, the tensors of modules get that memory and stay the same Python objects, so optimizers keep their
+    parameters, and tied tensors stay tied. In a dict, new tensors take their place.
     """
 
     def __init__(self) -> None:
-        # By id, with the tensor itself, so that no other one gets its id.
+        # By id, with the tensor itself, so that no other tensor gets its id.
         self._memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._in_modules: list[torch.Tensor] = []
         self._parameters: list[tuple[str, torch.Tensor]] = []
@@ -174,8 +174,8 @@ class MetaTensors:
             path: Its path, for errors.
 
         Raises:
-            DTypeError: A tensor of a module cannot get memory: it is not a part of the module's state, or something
-                holds it by a weak reference.
+            DTypeError: A tensor of a module cannot get memory: it is not a part of the module's state, or there is a
+                weak reference to it.
         """
         self._parameters.extend((path, parameter) for parameter in parameters_of(slot.value) if is_meta(parameter))
         if not isinstance(slot.value, nn.Module):
@@ -213,7 +213,7 @@ class MetaTensors:
                 )
 
     def give_memory(self) -> None:
-        """Let the tensors of modules have the memory that was allocated for them."""
+        """Give the tensors of modules their allocated memory."""
         for tensor in {id(tensor): tensor for tensor in self._in_modules}.values():
             _give_memory(tensor, self._memory[id(tensor)][1])
 

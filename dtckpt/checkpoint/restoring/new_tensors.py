@@ -24,7 +24,7 @@ from dtckpt.layout.region import Region
 
 
 def meshes_of_layouts(mesh: Mesh | None, layouts: Layouts | None) -> set[Mesh]:
-    """Return the meshes that new tensors may lie on, as far as they are known without calling functions of layouts."""
+    """Return the meshes on which new tensors may lie, without calls of layout functions."""
     meshes = set() if mesh is None else {mesh}
     if isinstance(layouts, Mapping):
         meshes |= {choice.mesh for choice in layouts.values() if isinstance(choice, Layout)}
@@ -40,7 +40,7 @@ def plan_new_tensors(
 ) -> RestorePlan:
     """Allocate every tensor of a checkpoint in its layout, and plan to fill it.
 
-    Before any memory is taken, storage is asked whether it holds the elements that the manifest declares.
+    First checks that storage holds the elements that the manifest declares, before it allocates memory.
 
     Args:
         checkpoint: The checkpoint.
@@ -127,9 +127,9 @@ def empty_dtensor(
 def empty_beside(reference: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> torch.Tensor:
     """Allocate a DTensor of the reference's kind, ours or PyTorch's; it is not initialized.
 
-    One of ours lies on the devices of its mesh. One of PyTorch's lies where the reference lies, or on the mesh's device
-    if the reference is on the meta device. FSDP2 may have offloaded such a reference to the host, while its mesh is of
-    GPUs. If the shapes are equal then, the new tensor has the reference's layout, and ``layout`` is ignored.
+    A DTensor of ours lies on the devices of its mesh. A DTensor of PyTorch lies on the device of the reference, or on
+    the mesh's device if the reference is on the meta device. FSDP2 may have offloaded the reference to the host. If it
+    has, and the shapes are equal, the new tensor has the reference's layout, and ``layout`` is ignored.
 
     Args:
         reference: The other DTensor.

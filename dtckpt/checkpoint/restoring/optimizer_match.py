@@ -1,4 +1,4 @@
-"""Match the parameters of an optimizer in a restore's target with those that a checkpoint has, by name; pure.
+"""Match the parameters of an optimizer in a restore's target with the parameters in a checkpoint, by name; pure.
 
 The order of parameters, their division into groups, and the number of optimizers may all differ::
 
@@ -6,10 +6,10 @@ The order of parameters, their division into groups, and the number of optimizer
     target    groups [[model/c, model/b], [model/a]]     parameter 0 <- model/c, 1 <- model/b, 2 <- model/a
 
 A parameter of the target may have several names, if it is tied. A saved parameter has the name of its tensor in the
-tree, or the name that the optimizer got with it, or only a number. The match runs in rounds, the surest name first: the
-name in the tree; this name without wrappers; the name that the optimizer got; the name within the module. The last two
-rounds need a side without a name in the tree: different names in the tree are different parameters. Numbers match by
-position, if a side has no names.
+tree, or the name that the optimizer got with it, or only a number. The match runs in rounds, the most reliable name
+first. The order is: the name in the tree; this name without wrappers; the name that the optimizer got; the name within
+the module. The last two rounds apply only if one side has no name in the tree, because different names in the tree are
+different parameters. If a side has no names, numbers match by position.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dtckpt.format.names import name_of_key
 from dtckpt.format.tree import Node
 
 Rule = Literal["name", "position", "default"]
-"""How a part of the state found its owner; ``default``: it was not saved, and is as the target made it."""
+"""The rule that matched a part of the state with its owner; ``default``: not saved, and unchanged in the target."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def parameters_of_groups(groups: Any, names: Sequence[tuple[str, ...]] | None = 
     """
     keys = [(key, number) for number, group in enumerate(groups) for key in group["params"]]
     own = own_names_of(groups)
-    # A key that is the optimizer's own name was saved for want of a name in the tree.
+    # A save uses the optimizer's own name as the key if there is no name in the tree.
     found = names or [
         (key,) if isinstance(key, str) and key != given else () for (key, _), given in zip(keys, own, strict=True)
     ]
@@ -176,11 +176,11 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class SavedOptimizers:
-    """The saved optimizers that an optimizer of a target may have had a part of.
+    """The saved optimizers whose parameters an optimizer of a target may have.
 
     Args:
         optimizers: The saved optimizers.
-        own: The position of the one in the same place of the tree; None if there is none.
+        own: The position of the optimizer at the same path of the tree; None if there is none.
     """
 
     optimizers: tuple[SavedOptimizer, ...]
@@ -197,8 +197,8 @@ class Match:
 
     Args:
         sources: For each of its parameters, the place of the saved one; None if there is none.
-        rules: For each of its parameters, how it was found.
-        groups: For each of its groups, the place of the group whose options it takes; None if it keeps its own.
+        rules: For each of its parameters, the rule that found it.
+        groups: For each of its groups, the place of the group whose options it takes; None if it keeps its options.
     """
 
     sources: tuple[Place | None, ...]
@@ -278,7 +278,7 @@ def _match_names(
     found: Mapping[int, Place],
     saved: Mapping[Place, OptimizerParameter],
 ) -> dict[int, Place]:
-    """Return the place of the saved parameter for each of those that are not found yet, where a name tells it."""
+    """Return the places of saved parameters that a name identifies, for the parameters that are not found yet."""
     taken = {*found.values()}
     by_label: dict[str, set[Place]] = defaultdict(set)
     for place, parameter in saved.items():
@@ -291,7 +291,7 @@ def _match_names(
             places = set().union(*(by_label.get(label, set()) for label in labels(parameter)))
             is_sure = labels in _OF_THE_TREE or not parameter.names
             choices[at] = places if is_sure else {place for place in places if not saved[place].names}
-    # A name that several have tells nothing.
+    # A name of several parameters identifies none.
     claims = Counter(place for places in choices.values() for place in places)
     return {at: min(places) for at, places in choices.items() if len(places) == 1 and claims[min(places)] == 1}
 
@@ -299,9 +299,9 @@ def _match_names(
 def _match_positions(
     wanted: Sequence[OptimizerParameter], found: Collection[int], saved: Sequence[OptimizerParameter], where: str
 ) -> dict[int, int]:
-    """Return the position of the saved parameter for each that is found neither by name nor by missing one."""
+    """Return the position of the saved parameter for each parameter that no name and no missing name decides."""
     if found:
-        # Some have names: those without match in order, if there are as many.
+        # Some have names: parameters without names match in order, if both sides have equally many.
         nameless = [at for at, each in enumerate(wanted) if not each.has_name]
         others = [at for at, each in enumerate(saved) if not each.has_name]
         return dict(zip(nameless, others, strict=True)) if len(nameless) == len(others) else {}

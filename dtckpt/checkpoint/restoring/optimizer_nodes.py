@@ -33,7 +33,7 @@ _OF_SCHEDULERS = frozenset(
 )
 """Options of a group that schedulers add."""
 _OF_CLASSES = frozenset({"amsgrad", "momentum_decay", "weight_decay"})
-"""Options as old as the classes that have them: a checkpoint that lacks them has the state of another class."""
+"""Options that their classes have always had: a checkpoint without them has the state of another class."""
 _BY_GROUP = re.compile(r".*(_lrs|_lr|_momentums|lambdas)")
 """Names of lists in a scheduler's state that have an item for each group of its optimizer."""
 
@@ -164,8 +164,8 @@ class _Rewriter:
 def lacking_options(wanted: Collection[str], saved: Collection[str]) -> frozenset[str]:
     """Return the options of a group that a checkpoint lacks because PyTorch did not have them yet.
 
-    There are none if the checkpoint has options that the target lacks, or lacks options that its class has always had:
-    it has the state of another class then.
+    Returns none if the checkpoint has the state of another class: it has options that the target lacks, or lacks
+    options that the class has always had.
     """
     lacking, own = frozenset(wanted) - frozenset(saved), {*saved} - _MEMBERS - _OF_SCHEDULERS
     return lacking if own <= {*wanted} and not lacking & _OF_CLASSES else frozenset()
@@ -176,8 +176,8 @@ class Regrouping:
     """How the groups of an optimizer in a target differ from those that were saved, for the state of its scheduler.
 
     Args:
-        sources: For each group of the target, the saved group whose options it takes; None if it keeps its own.
-        own: The position of the saved optimizer in the same place of the tree; None if there is none.
+        sources: For each group of the target, the saved group whose options it takes; None if it keeps its options.
+        own: The position of the saved optimizer at the same path of the tree; None if there is none.
         sizes: How many groups each saved optimizer has.
     """
 
@@ -187,12 +187,12 @@ class Regrouping:
 
     @property
     def is_same(self) -> bool:
-        """Whether the groups are the saved ones, in their order."""
+        """Whether the groups are the saved groups, in the saved order."""
         return self.own is not None and self.sources == tuple((self.own, at) for at in range(self.sizes[self.own]))
 
     @property
     def optimizers(self) -> list[int]:
-        """The saved optimizers that the groups are of: first its own, else the one that most of them are of."""
+        """The saved optimizers of the groups: its own first, else the optimizer of most groups."""
         counts = Counter(place[0] for place in self.sources if place is not None)
         found = [number for number, _ in counts.most_common()]
         if self.own is None or (found and self.own not in found):
@@ -203,7 +203,8 @@ class Regrouping:
         """Return the saved state of a scheduler with the items of its lists in the order of the target's groups.
 
         Args:
-            nodes: The saved states of the schedulers of `optimizers`; all but the lists is from the first of them.
+            nodes: The saved states of the schedulers of `optimizers`. All parts but the lists come from the first
+                state.
             state: The state of the target's scheduler.
             where: Its path, for messages.
 

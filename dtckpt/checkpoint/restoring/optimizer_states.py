@@ -64,13 +64,13 @@ class OptimizerStates:
     def of_container(self, pair: Pair[ContainerSlot]) -> Pair[ContainerSlot]:
         """Return the pair of a container with the scope of its items, and with the node in which to look for them.
 
-        Optimizers in one container share the saved optimizers, and each has a place in the node: a container may hold
-        an optimizer for each parameter, or for each part of a model; a parameter may have moved from one optimizer to
+        Optimizers in one container share the saved optimizers, and each has a place in the node. A container may hold
+        an optimizer for each parameter, or for each part of a model. A parameter may have moved from one optimizer to
         another since the save. Schedulers share the saved schedulers in the same way. The node of a dict as
         ``Optimizer.state_dict()`` returns it has the saved state in the dict's terms.
 
         Raises:
-            ShapeMismatchError: The saved optimizer has other parameters, and no names to tell which.
+            ShapeMismatchError: The saved optimizer has other parameters, without names.
         """
         is_state, items = pair.is_optimizer_state, pair.slot.items
         pair = replace(pair, node=self._pooled(pair), scope=pair.scope_of_items)
@@ -109,10 +109,10 @@ class OptimizerStates:
         """Return the pair of an object's state, in its terms if it is an optimizer or a scheduler.
 
         Raises:
-            ShapeMismatchError: The saved optimizer has other parameters, and no names to tell which; or state that is
-                found by position does not fit its parameter; or a list of a scheduler has not one item for each group.
-            TreeError: The state of an optimizer depends on the order of the parameters, which is another one; or the
-                groups of a scheduler's optimizer are of several saved optimizers, whose schedulers are not found.
+            ShapeMismatchError: The saved optimizer has other parameters, without names. Or state that is found by
+                position does not fit its parameter. Or a list of a scheduler has not one item for each group.
+            TreeError: The state of an optimizer depends on the order of the parameters, and the order differs. Or the
+                groups of a scheduler's optimizer come from several saved optimizers, whose schedulers are not found.
         """
         state = Pair(pair.node, pair.path, pair.slot.state, pair.scope_of_state)
         if isinstance(pair.slot.value, Optimizer):
@@ -218,7 +218,7 @@ def _is_group(group: Any) -> bool:
 
 
 def _validate_order(match: Match, wanted: Sequence[OptimizerParameter], saved: SavedOptimizers, where: str) -> None:
-    """Check that an optimizer whose state is of all parameters in order has the saved parameters in their order."""
+    """Check that an optimizer whose state covers all parameters in order has the saved parameters in this order."""
     sources = [None if place is None else saved.parameter(place).label for place in match.sources]
     numbers = {place[0] for place in match.sources if place is not None}
     old = [each.label for number in sorted(numbers) for each in saved.optimizers[number].parameters]

@@ -1,7 +1,7 @@
 """`Pair`: a place of a target with the saved part that fills it; and `Scope`: how the two may differ.
 
-The state of a module has the same tensors before and after the restore. Any other object takes the saved state,
-whatever it holds at the moment: an optimizer before its first step, a data loader that has seen more or fewer samples.
+The state of a module has the same tensors before and after the restore. Any other object takes the saved state, with
+any state before: an optimizer before its first step, a data loader that has seen more or fewer samples.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from dtckpt.format import tree as trees
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """A part of a target, and how it may differ from the checkpoint. By default it may not.
+    """A part of a target, and its allowed differences from the checkpoint; by default none.
 
     Args:
-        adds: Saved items that the target lacks are taken.
-        drops: Items of the target that were not saved go, and items of another kind, length or shape are replaced.
+        adds: Take saved items that the target lacks.
+        drops: Drop items of the target that were not saved, and replace items of another kind, length or shape.
         is_optimizer: The part is the state of an optimizer's parameters.
         parameter: The parameter whose state it is, if known.
         optimizer: The class of the optimizer whose state it is, if known.
         is_numbered: Its keys number the parameters of a single group, most likely in the order of the model's tensors.
-        fixed: The storages of modules that the object holds; their tensors neither come, go nor change their shape.
-        by_key: The scopes of items, where they differ from `inner`.
+        fixed: The storages of modules that the object holds; their tensors must all stay, with their shapes.
+        by_key: The scopes of items that differ from `inner`.
         keeps: Keys of items that keep the target's value if the checkpoint lacks them.
         fills: Whether an empty container takes the saved items.
     """
@@ -57,7 +57,7 @@ class Scope:
     @property
     def inner(self) -> Scope:
         """The scope of the items that are not in `by_key`."""
-        # The first level of an object's state has the names of its parts; below, anything may come and go.
+        # The first level of an object's state has the names of its parts; below it, items may come and go.
         return Scope(
             self.adds,
             self.adds,
@@ -85,7 +85,7 @@ class Scope:
 
 
 CLOSED = Scope()
-"""The scope of a target tree: the checkpoint must have every name that it asks for, and no others."""
+"""The scope of a target tree: the checkpoint must have exactly the names that the tree asks for."""
 _OPEN = Scope(adds=True, drops=True)
 
 
@@ -141,7 +141,7 @@ class Pair(Saved, Generic[S]):
     """A place of a target, and the part of a checkpoint that fills it.
 
     Args:
-        slot: The place; None if the target lacks it, or if the saved part replaces it as a whole.
+        slot: The place; None if the target lacks the place, or if the saved part replaces it as a whole.
         scope: How the place may differ from the saved part.
     """
 
@@ -156,7 +156,7 @@ class Pair(Saved, Generic[S]):
 
     @property
     def scope_of_state(self: Pair[ObjectSlot]) -> Scope:
-        """How the state of an object may differ."""
+        """The allowed differences of an object's state."""
         return scope_of_object(self.slot.value, self.slot.state.value)
 
     @property
@@ -173,12 +173,12 @@ class Notes:
     """The names that a match of a target with a checkpoint has met.
 
     Args:
-        used: Names of tensors, and paths of plain values, of the checkpoint that the target takes, or that its order of
-            parameters replaces.
-        renamed: The name in the target by that in the checkpoint, of the tensors where they differ.
+        used: Names of tensors, and paths of plain values, that the target takes from the checkpoint, or replaces by its
+            order of parameters.
+        renamed: By name in the checkpoint, the name in the target, for tensors whose names differ.
         missing: Paths of the target, but for plain values, that the checkpoint lacks.
         defaulted: Paths of plain values of the target that the checkpoint lacks.
-        owners: By path, how a part of the state of an optimizer was found.
+        owners: By path, the rule that found a part of an optimizer's state.
     """
 
     used: set[str] = field(default_factory=set)
@@ -243,7 +243,7 @@ def scope_of_dict(items: Mapping[Any, Any], scope: Scope) -> Scope:
     scope = scope.of_items(items.values())
     if is_optimizer_state(items) and not scope.by_key:
         state = replace(scope.below("state"), is_optimizer=True, is_numbered=len(items["param_groups"]) == 1)
-        # All alike; but with their keys, which a new name does not tell: 0 or "0".
+        # Equal scopes, but with keys: a new name does not show whether a key is 0 or "0".
         state = replace(state, by_key=dict.fromkeys(_keys_of_parameters(items), state))
         return Scope(scope.adds, scope.drops, fixed=scope.fixed, by_key={"state": state})
     return scope

@@ -1,4 +1,4 @@
-"""The plan of a restore on one client: which memory is filled from which stored tensor, and the work that remains."""
+"""The plan of a restore on one client: memory to fill, the stored tensor for each, and the remaining work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dtckpt.errors import (
 from dtckpt.format.dtypes import is_convertible, is_lossless
 
 MAX_COMPARED = 4096
-"""Bound on the names that are compared with a missing one, to find the nearest: some tenths of a second."""
+"""Bound on the names that are compared with a missing name to find the nearest: some tenths of a second."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class RestorePlan:
 
     Args:
         leaves: The memory to be filled, each with the tensor's name in the checkpoint.
-        finish: Called when all is filled; returns the result of the restore.
+        finish: Called after all memory is filled; returns the result of the restore.
         renamed: New name by name in the checkpoint.
         missing: As in `RestoreReport`.
         defaulted: As in `RestoreReport`.
@@ -54,7 +54,7 @@ class RestorePlan:
         return tuple(sorted(self.renamed.get(name, name) for name in names))
 
     def report(self, checkpoint: Checkpoint) -> RestoreReport:
-        """Return the report of the restore, as it will be when all goes well; its phases are not measured yet."""
+        """Return the report of the restore if it succeeds, with phases yet to be measured."""
         restored: list[str] = []
         reshaped: list[Reshaped] = []
         cast: list[Cast] = []
@@ -91,7 +91,7 @@ def validate_report(report: RestoreReport, options: RestoreOptions) -> None:
     """Refuse a restore that the options do not allow, by its report.
 
     Raises:
-        TensorNotFoundError: The checkpoint lacks something that the target asks for.
+        TensorNotFoundError: The checkpoint lacks a name that the target asks for.
         ShapeMismatchError: A tensor's shape differs.
         DTypeError: A conversion is impossible, or not allowed.
     """
@@ -136,16 +136,16 @@ def validate_report(report: RestoreReport, options: RestoreOptions) -> None:
 
 
 def _nearest(name: str, report: RestoreReport) -> str:
-    """Return, for an error, the names of the checkpoint that nothing in the target takes and that are most like one."""
+    """Return, for an error, the names nearest to a name among the checkpoint's names that the target does not take."""
     near = get_close_matches(name, report.unexpected[:MAX_COMPARED], n=3) or close_prefixes(name, report.unexpected)
     return f" (of what is left, {capped(map(repr, near))} is nearest to {name!r})" if near else ""
 
 
 def validate_expected(report: RestoreReport) -> None:
-    """Refuse a restore that would pass over a part of the checkpoint, by its report.
+    """Refuse a restore that would skip a part of the checkpoint, by its report.
 
     Raises:
-        UnexpectedTensorError: The checkpoint holds something that no client asks for.
+        UnexpectedTensorError: The checkpoint holds a name that no client asks for.
     """
     if report.unexpected:
         raise UnexpectedTensorError(

@@ -1,18 +1,18 @@
 """Restores from this machine's files in which the clients of a host read each block once, and hand it on in memory.
 
-If every client reads for itself, each reads and digests every block that has elements for it. Of a tensor that is split
+If every client reads for itself, each reads and digests every block that has elements for it. If a tensor is split
 across its rows, every block has elements for every client. Here each part of a chunk has one *producer*, which reads
-and digests it in a slot of its ring. All clients copy their elements from there (`dtckpt.comm.host_rings`)::
+and digests the part in a slot of its ring. All clients copy their elements from there (`dtckpt.comm.host_rings`)::
 
     file          client 0's slots       client 0: ab        client 1: cd
     abcd  ------> abcd  ---------------->          ab                  cd
     efgh          client 1's slots                 ef                  gh
     efgh  ------> efgh  ---------------->
 
-Invariant: all clients deal the same parts out to the same producers, because each client plans the reads for the
-regions of all of them. Each client lists the tensors that it would read so, and tells the others a digest of the list
-and the address of its ring in the restore's first round. The clients of the list read so only if all of them told the
-same digest, on one host; and if they could open each other's rings, which they tell each other there.
+Invariant: all clients assign the same parts to the same producers, because each client plans the reads for the regions
+of all clients. Each client lists the tensors that it would read in this way. In the restore's first round it sends the
+others a digest of the list and the address of its ring. The clients read in this way only if all of them sent the same
+digest from one host, and could open each other's rings.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ from dtckpt.layout.layout import Layout
 from dtckpt.layout.region import Region
 
 MIN_READS = 3.0
-"""How often each byte would be read, over all clients, at least, for handing on to pay if the page cache has the files:
-it took 0.75 of the time for 4 clients that split rows on 2 cores, but 0.9 to 1.1 for 2 clients.
+"""Fewest reads of each byte, over all clients, for which handing on pays if the page cache has the files. Handing on
+took 0.75 of the time for 4 clients that split rows on 2 cores, but 0.9 to 1.1 for 2 clients.
 """
 MIN_COLD_READS = 1.5
 """The same for files that come from the disk: it took 0.7 of the time for 4 clients, and 0.77 for 2."""
 WARM_SLOTS = 2
 """Slots in use while the page cache has the files. The rings of 4 clients with 8 slots were slower by a quarter."""
 MIN_CHUNK_NBYTES = 256 << 10
-"""Smaller chunks are read many at a time, which costs less than to hand each of them on."""
+"""Clients read many smaller chunks at a time, which costs less than handing on each of them."""
 
 
 class HandedTensor(NamedTuple):
@@ -119,20 +119,20 @@ class HandedOn:
 def handed_on(
     checkpoint: Checkpoint, leaves: Sequence[NamedLeaf], stack: ExitStack, *, is_forced: bool
 ) -> HandedOn | None:
-    """Return the tensors that are worth reading so, None if there are none.
+    """Return the tensors that are worth reading in this way, None if there are none.
 
     Args:
         checkpoint: The checkpoint.
         leaves: The tensors that this client restores.
         stack: Closes the ring.
-        is_forced: Whether bytes that several clients need should be read once even where that may be slower.
+        is_forced: Whether to read bytes that several clients need only once, even if that may be slower.
     """
     if checkpoint.is_remote or not isinstance(checkpoint.files, ManifestFiles):
         return None
     arrays = checkpoint.files.manifest.arrays
     by_clients: dict[tuple[int, ...], dict[str, HandedTensor]] = {}
     fewest, is_cold = (MIN_SHARED_READS, True) if is_forced else (None, False)
-    # By kind of tensor: a model has many tensors that are alike.
+    # By kind of tensor: a model has many similar tensors.
     reads: dict[tuple[Any, ...], float] = {}
     for name, leaf in leaves:
         layout = leaf.layout
@@ -149,11 +149,11 @@ def handed_on(
             pays = is_cold or not _is_read_directly(entry, leaf.regions)
             reads[kind] = reads_per_byte(checkpoint.info(name), layout) if pays else 0.0
         if reads[kind] >= fewest:
-            # Of two targets for one stored tensor, the second is read apart.
+            # If one stored tensor has two targets, the second is read separately.
             by_clients.setdefault(tuple(layout.mesh.clients), {}).setdefault(name, HandedTensor(name, leaf, layout))
     if not by_clients:
         return None
-    # One set of clients has one set of rings. Most jobs have one set; else the one with most tensors.
+    # One set of clients has one set of rings. Most jobs have one set; otherwise take the set with most tensors.
     clients, tensors = max(by_clients.items(), key=lambda item: (len(item[1]), item[0]))
     try:
         ring = OwnRing()
@@ -165,13 +165,13 @@ def handed_on(
 
 
 def _is_read_directly(entry: ArrayEntry, wanted: Sequence[Region]) -> bool:
-    """Whether a client wants whole rows: by itself it reads them straight to their place, and copies nothing."""
+    """Tell whether a client wants whole rows, which it could read straight to their place, without copies."""
     behind = entry.blocks.dim + 1
     return all(region.shape[behind:] == entry.shape[behind:] for region in wanted)
 
 
 def _is_cold(regions: RegionReader, entry: ArrayEntry, wanted: Sequence[Region]) -> bool:
-    """Whether the page cache lacks the first part that this client needs of a tensor; of the others it is guessed."""
+    """Tell whether the page cache lacks the first part that this client needs of a tensor, as a guess for all parts."""
     part = next(
         (part for region in wanted if not region.is_empty for part in plan_tensor_reads(entry, (region,))), None
     )
@@ -179,7 +179,7 @@ def _is_cold(regions: RegionReader, entry: ArrayEntry, wanted: Sequence[Region])
 
 
 def _fits(entry: ArrayEntry) -> bool:
-    """Whether a tensor's chunks can be handed on, block by block, and are worth it."""
+    """Tell whether a tensor's chunks can be handed on, block by block, at a gain."""
     if entry.stored_nbytes < MIN_NBYTES or not entry.has_readable_blocks:
         return False
     chunk_nbytes = math.prod(entry.grid.chunk_shape) * entry.itemsize
@@ -360,11 +360,11 @@ class _Producer:
         return self._next is not None or bool(self._taken)
 
     def awaited(self) -> list[int]:
-        """Return the clients whose slowness keeps this client from filling a slot."""
+        """Return the slow clients for which this client waits before it can fill a slot."""
         return self._rings.slow_consumers() if self._next is not None and not self._taken else []
 
     def step(self) -> bool:
-        """Begin to fill free slots, and publish the oldest one that is full; return whether anything was done."""
+        """Begin to fill free slots, and publish the oldest full slot; return whether there was work."""
         has_moved = False
         while self._next is not None and (memory := self._take(self._next)) is not None:
             load = None
@@ -387,7 +387,7 @@ class _Producer:
         return True
 
     def sleep(self, seconds: float) -> bool:
-        """Wait until the oldest slot is full, for so long at most; return False if a thread fills no slot."""
+        """Wait until the oldest slot is full, for so long at most; return False if no thread fills a slot."""
         load = self._taken[0][2] if self._taken else None
         if load is None:
             return False
@@ -404,7 +404,7 @@ class _Producer:
         if len(self._taken) >= self._depth:
             return None
         position = rows.start + start * rows.row_nbytes + (read.value.start if read.value is not None else 0)
-        # From the disk, many slots are filled at a time; from the page cache one, while others copy the one before.
+        # From the disk, fill many slots at a time; from the page cache one, while others copy the slot before.
         limit = NUM_SLOTS if self._depth > 1 else WARM_SLOTS
         return self._rings.take_slot((stop - start) * rows.row_nbytes, position, limit)
 

@@ -1,7 +1,7 @@
 """Restores that read each byte once: every client reads other rows, and a redistribution brings them to all.
 
-If every client reads for itself, each reads a replicated tensor whole. A tensor that is split across its rows is read
-by every client, too: storage is read in blocks of whole rows, and every block has elements for all clients::
+If every client reads for itself, each reads a replicated tensor whole. Every client also reads all of a tensor that is
+split across its rows, because every block, of whole rows, has elements for all clients::
 
     stored rows      read (layout `rows`)      redistributed (the tensor's layout)
     row 0  abcd      client 0:  abcd           client 0:  ab    client 1:  cd
@@ -9,11 +9,11 @@ by every client, too: storage is read in blocks of whole rows, and every block h
     row 2  ijkl      client 1:  ijkl                      ij               kl
     row 3  mnop                 mnop                      mn               op
 
-Reading each byte once pays where storage is slower than the network between the clients.
+Reading each byte once pays if storage is slower than the network between the clients.
 
 Invariant: all clients of a mesh read the same tensors this way, in the same batches, because the redistribution of a
-batch is collective. Each client lists the tensors that it would share, and tells the others a digest of the list in the
-restore's first round. Clients share the tensors of a mesh only if all clients of the mesh told the same digest.
+batch is collective. Each client lists the tensors that it would share, and sends the others a digest of the list in the
+restore's first round. Clients share the tensors of a mesh only if all clients of the mesh sent the same digest.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from dtckpt.layout.mesh import Mesh
 from dtckpt.redistribution.execute import plan_redistribution, redistribute_into, report_error
 
 MIN_NBYTES = 1 << 20
-"""Each client reads smaller tensors itself: to share one would replace one request to storage by one message."""
+"""Each client reads smaller tensors itself: sharing would replace one request to storage by one message."""
 MIN_READS = 1.5
-"""How often each byte would be read, over all clients, at least, for sharing to pay."""
+"""Fewest reads of each byte, over all clients, for which sharing pays."""
 MAX_NBYTES = 192 << 20
 """Bound on the bytes of a client's rows of one tensor: they lie in memory beside the destination."""
 
@@ -62,7 +62,7 @@ def pays(info: TensorInfo, layout: Layout, itemsize: int) -> bool:
 
 
 def rows_nbytes(rows: Layout, shape: tuple[int, ...], itemsize: int) -> int:
-    """Return the bytes that the client with most rows reads; all clients count so many, so that they batch alike."""
+    """Return the bytes that the client with most rows reads; all clients count these, so they form equal batches."""
     # Rounded up to the largest shard: a client with fewer rows must not put one tensor more into its batch.
     largest = (-(-size // shards) for size, shards in zip(shape, rows.shard_grid, strict=True))
     return math.prod(largest) * itemsize * (rows.mesh.size() // rows.mesh.num_clients)
@@ -71,7 +71,7 @@ def rows_nbytes(rows: Layout, shape: tuple[int, ...], itemsize: int) -> int:
 def rows_layout(layout: Layout, dim: int) -> Layout:
     """Return a layout in which every device has other rows, along ``dim``.
 
-    The axes that split ``dim`` already come first, so that a device reads rows that it keeps, where there are such.
+    The axes that split ``dim`` already come first, so that a device reads the rows that it keeps, if it keeps any.
     """
     axes = [*layout.split_axes[dim], *(axis for axis in layout.mesh.dim_names if axis not in layout.split_axes[dim])]
     specs: list[str | tuple[str, ...]] = [UNSHARDED] * layout.rank
@@ -111,7 +111,7 @@ class SharedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the client with most rows reads; all clients count so many, so that they batch alike."""
+        """Bytes that the client with most rows reads; all clients count this number, so they form equal batches."""
         return rows_nbytes(self.rows, self.leaf.shape, torch_dtype(self.leaf.dtype).itemsize)
 
 
@@ -133,7 +133,7 @@ def digests_by_mesh(shared: Sequence[SharedTensor]) -> dict[str, str]:
     """Return a digest of each mesh's tensors, by a digest of the mesh; clients compare these digests."""
     facts_by_mesh: dict[str, list[str]] = {}
     for tensor in shared:
-        # Everything that the messages of the redistribution depend on; if it differed, clients would wait for each
+        # All facts that determine the messages of the redistribution; if they differed, clients would wait for each
         # other.
         facts = tensor.name, tensor.leaf.shape, tensor.leaf.dtype, tensor.layout.sharding_specs
         facts_by_mesh.setdefault(mesh_key(tensor.layout.mesh), []).append(repr(facts))
@@ -202,7 +202,7 @@ def read_shared(checkpoint: Checkpoint, shared: Sequence[SharedTensor], phases: 
 
 
 def _batches(shared: Sequence[SharedTensor]) -> Iterator[list[SharedTensor]]:
-    """Yield the tensors in batches of one mesh and at most `BATCH_NBYTES`; all clients of the mesh batch alike."""
+    """Yield batches of tensors of one mesh, at most `BATCH_NBYTES` each; all clients of the mesh form equal batches."""
     batch: list[SharedTensor] = []
     nbytes = 0
     for tensor in shared:

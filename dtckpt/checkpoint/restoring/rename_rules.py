@@ -11,7 +11,7 @@ from dtckpt.errors import ConfigError, TensorNameError, TensorNotFoundError, cap
 Rename = Mapping["str | re.Pattern[str]", str] | Callable[[str], str]
 """New names by name, by glob, or by compiled regular expression (which must match the whole name); or a function.
 
-The new name of a glob has as many ``*`` as the glob, and each ``*`` stands for the text that the one of the glob
+The new name of a glob has as many ``*`` as the glob, and each ``*`` stands for the text that the same ``*`` of the glob
 matched: ``{"encoder/*/w": "blocks/*/weight"}``. The new name of a regular expression refers to groups as in
 `re.Match.expand`. A name that no rule matches stays; a rule for a whole name takes precedence over patterns.
 """

@@ -36,19 +36,19 @@ class RestoreReport:
     Args:
         path: The checkpoint.
         restored: Tensors that were filled, or allocated and filled.
-        missing: Tensors and parts of the target that the checkpoint lacks; left as they were.
-        defaulted: Plain values of the target that the checkpoint lacks; left as they were.
-        unexpected: Tensors and values of the checkpoint that the target does not ask for; passed over.
+        missing: Tensors and parts of the target that the checkpoint lacks; they stay unchanged.
+        defaulted: Plain values of the target that the checkpoint lacks; they stay unchanged.
+        unexpected: Tensors and values of the checkpoint that the target does not ask for; the restore skips them.
         reshaped: Tensors whose shapes differ.
         cast: Tensors whose dtypes differ; converted.
         renamed: New name by name in the checkpoint.
         owners: How the parts of optimizers' states found their owners, by path: a parameter
-            (``optimizer/state/model/0.weight``), a group of parameters, or an option of a group. ``name`` is by the
-            name of the parameter, or the names of the members. ``position`` is by the order in which the optimizer has
-            them. ``default`` is an option that was not saved, and keeps the value of the target's optimizer. Everything
-            else in a tree is found by its name.
+            (``optimizer/state/model/0.weight``), a group of parameters, or an option of a group. ``name`` means by the
+            name of the parameter, or the names of the members. ``position`` means by the optimizer's order. ``default``
+            is an option that was not saved: the target's optimizer keeps its value. All other parts of a tree are found
+            by name.
         unread: Files and notes of another library that dtckpt does not read; see `dtckpt.Checkpoint.unread`.
-        refusal: The reason why nothing was restored; empty if all went well.
+        refusal: The reason why the restore was refused; empty if it succeeded.
         phases: Cost of each phase on this client, by name: ``plan``, ``read`` (with digests), ``move`` (to devices and
             to further copies on this client), and ``barrier`` (the wait for other clients). Empty if nothing was
             restored.

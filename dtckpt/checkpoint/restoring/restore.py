@@ -1,8 +1,8 @@
 """`restore`: read a checkpoint into the tensors of a target tree, or as new tensors on any mesh.
 
-A restore has two rounds. In ``planned`` every client opens the checkpoint, plans, and refuses a misfit before anything
-is written; all clients must have opened the same save. In ``read`` every client fills its tensors. Between them, where
-clients ask for different names, they tell each other which (`dtckpt.checkpoint.restoring.unexpected`).
+A restore has two rounds. In ``planned`` every client opens the checkpoint, plans, and refuses a misfit before it writes
+to the target; all clients must have opened the same save. In ``read`` every client fills its tensors. If clients ask
+for different names, they exchange these names between the two rounds (`dtckpt.checkpoint.restoring.unexpected`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.leaves import validate_mode
 from dtckpt.checkpoint.live.versions import is_live
-from dtckpt.checkpoint.open import open_checkpoint
+from dtckpt.checkpoint.open import mapped, open_checkpoint
 from dtckpt.checkpoint.options import RestoreOptions
 from dtckpt.checkpoint.participants import Group, participants_of
 from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.reading.verified_reads import spare_threads
 from dtckpt.checkpoint.restoring.aside import AsideMemory, copy_into
-from dtckpt.checkpoint.restoring.fill import fill_tensors, own_buffers, read_nbytes
+from dtckpt.checkpoint.restoring.fill import fill_tensors, has_elements, own_buffers, read_nbytes
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.match import plan_target
 from dtckpt.checkpoint.restoring.new_tensors import meshes_of_layouts, plan_new_tensors
@@ -35,10 +36,12 @@ from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf, TiedLeaf, split_tied, validate_apart
 from dtckpt.checkpoint.restoring.target import visit_target
 from dtckpt.checkpoint.restoring.unexpected import Unasked
+from dtckpt.checkpoint.signing.keys import KeySource
 from dtckpt.checkpoint.timing import Written, find_slow
+from dtckpt.comm.background_threads import Pool
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.errors import CheckpointConflictError, DtckptError, TreeError
+from dtckpt.errors import CheckpointConflictError, CheckpointUntrustedError, DtckptError, TreeError
 from dtckpt.layout.device_mesh import MeshLike, as_mesh
 from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.location import Location
@@ -53,9 +56,11 @@ The function's errors reach all clients. The context ends when the clients have 
 """
 MAX_TRIES = 3
 """How often a local restore begins anew when a save replaces the checkpoint meanwhile."""
+MAX_SIGNERS = 8
+"""Ids of keys that a client tells the others."""
 MAX_PATH_CHARS = 250
-"""Bound on the path that a client tells the others; at up to twelve bytes a character, escaped, a barrier's payload
-has room for it."""
+"""Bound on the path that a client sends to the others: a barrier's payload has room for it, at up to twelve bytes per
+escaped character."""
 
 
 def restore(
@@ -68,26 +73,26 @@ def restore(
     group: Group | None = None,
     strict: str | None = None,
 ) -> Any:
-    """Restore a checkpoint into any layout on any mesh, independent of the layout that it was saved from.
+    """Restore a checkpoint into any layout on any mesh, independent of the saved layout.
 
-    With ``target``, the tensors and DTensors of that tree are filled in place, plain values in its dicts and lists are
-    replaced, and stateful objects load their state. Containers keep their classes; named tuples and dataclasses take
-    fields by name. State that the target lacks, as a fresh optimizer does, takes the layout of its parameter, and
-    tensors on the meta device get memory. The state of optimizers finds its parameters by their names in the tree,
-    whatever their order and groups (docs/checkpointing.md). Without a target, the saved tree is built anew, with plain
-    CPU tensors, or with new DTensors where ``mesh`` or ``layouts`` ask for them. Stand-ins then replace named tuples
-    and dataclasses.
+    With ``target``, a restore fills the tensors and DTensors of that tree in place, replaces plain values in its dicts
+    and lists, and lets stateful objects load their state. Containers keep their classes; named tuples and dataclasses
+    take fields by name. State that the target lacks, as a fresh optimizer does, takes the layout of its parameter, and
+    tensors on the meta device get memory. The state of optimizers goes to the parameters of the same names in the tree,
+    in any order and groups (docs/checkpointing.md). Without a target, a restore builds the saved tree anew, with plain
+    CPU tensors, or with new DTensors if ``mesh`` or ``layouts`` ask for them. Stand-ins then replace named tuples and
+    dataclasses.
 
     Every client reads the chunks that intersect its regions, straight into the destination, and verifies them. With
-    `RestoreOptions.read_once` it reads its share of the chunks that several clients need, and hands them on.
+    `RestoreOptions.read_once` a client reads its share of the chunks that several clients need, and hands these on.
 
     Clients may ask for different parts of the checkpoint. A saved name that no client asks for is unexpected.
 
-    Collective: Over the clients of ``group``. By default, with a target, over all clients of the meshes that its
-    tensors lie on; for a slice of a mesh the whole mesh counts. By default, without a target, over the clients of
-    ``mesh`` and of the meshes of ``layouts``. Local where no tensor lies on another client. Barriers
-    ``restore/planned``, ``restore/asked`` (where clients ask for different names; until here nothing is written), and
-    ``restore/read``.
+    Collective: Over the clients of ``group``. By default, with a target, over all clients of the meshes of its tensors;
+    for a slice of a mesh the whole mesh counts. By default, without a target, over the clients of ``mesh`` and of the
+    meshes of ``layouts``. Local if no tensor lies on another client. Barriers ``restore/planned``, ``restore/asked``
+    (if clients ask for different names), ``restore/trusted`` (with ``trusted_keys``; the target is unchanged until
+    here), and ``restore/read``.
 
     Args:
         path: The checkpoint.
@@ -97,41 +102,41 @@ def restore(
             ``layouts`` matches keep their saved sharding specs as far as the mesh has those axes, and are unsharded
             otherwise. With a ``DeviceMesh`` of PyTorch the tensors are PyTorch's DTensors, and a tensor that was saved
             plain stays plain unless ``layouts`` match it: ready for ``load_state_dict(assign=True)``.
-        layouts: See `Layouts`. With functions, pass ``mesh`` too: it says which clients take part.
+        layouts: See `Layouts`. With functions, also pass ``mesh``, whose clients take part.
         options: See `RestoreOptions`.
         group: The clients that restore: a process group, or a sequence of client ids.
-        strict: As in ``options``, in whose place it stands: ``"names"`` refuses state that finds its owner by position.
+        strict: Replaces the option of this name in ``options``: ``"names"`` refuses state that is matched by position.
 
     Returns:
         ``target``, or the new tree.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint; `CheckpointIncompleteError`: only an unfinished one.
-        TensorNotFoundError: The target asks for something that the checkpoint lacks.
-        UnexpectedTensorError: The checkpoint has something that no client's target asks for.
+        TensorNotFoundError: The target asks for a name that the checkpoint lacks.
+        UnexpectedTensorError: The checkpoint has a name that no client's target asks for.
         ShapeMismatchError: A tensor's shape differs.
         DTypeError: A dtype conversion is not allowed by ``options.cast``, or the elements of a target's tensor are not
             dense memory.
         TreeError: The target holds something that cannot be filled.
-        CheckpointCorruptError: Stored bytes are not the bytes that were saved.
-        MeshError: ``group`` lacks this client, or names one that the job does not have.
+        CheckpointCorruptError: Stored bytes differ from the saved bytes.
+        MeshError: ``group`` lacks this client, or names a client that the job lacks.
     """
     if strict is not None:
         options = replace(options or RestoreOptions(), strict=strict)
-    request = _RestoreRequest.of(
-        path, chooser_of(path), target, options or RestoreOptions(), mesh=mesh, layouts=layouts, group=group
-    )
+    options = options or RestoreOptions()
+    choose = chooser_of(path, options.trusted_keys)
+    request = _RestoreRequest.of(path, choose, target, options, mesh=mesh, layouts=layouts, group=group)
     return request.run(StagedRestore.apply)
 
 
-def chooser_of(path: str | Location) -> Choose:
-    """Return how clients agree on the checkpoint at a path: the path tells it, but for a live version."""
-    if is_live(path):
+def chooser_of(path: str | Location, trusted_keys: Sequence[KeySource] = ()) -> Choose:
+    """Return the way in which clients agree on the checkpoint at a path: by the path, except for a live version."""
+    if is_live(path) and not trusted_keys:
         # Here, because few restores need it, and it imports the coordinator's client.
         from dtckpt.checkpoint.live.version_choice import VersionChoice
 
         return VersionChoice.of_location(path)
-    return lambda _: nullcontext(lambda: open_checkpoint(path))
+    return lambda _: nullcontext(lambda: open_checkpoint(path, trusted_keys=trusted_keys))
 
 
 def restore_opened(
@@ -178,7 +183,7 @@ def restore_chosen(
         path: The checkpoint's name in messages.
         choose: Chooses it.
         target: As for `restore`, like ``options`` and ``group``.
-        begin: Called on every client before its memory of the target is written, by it or by another client.
+        begin: Called on every client before it or another client writes to this client's part of the target.
     """
     request = _RestoreRequest.of(path, choose, target, options, group=group)
     return replace(request, begin=begin).run(StagedRestore.apply)
@@ -221,13 +226,14 @@ def run_restore(
         coordination: The connection to the other clients.
         participants: The clients that restore.
     """
-    request = _RestoreRequest(path, chooser_of(path), plan, options, coordination, participants)
+    choose = chooser_of(path, options.trusted_keys)
+    request = _RestoreRequest(path, choose, plan, options, coordination, participants)
     return request.run(StagedRestore.apply)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RestoreRequest:
-    """A restore that is asked for.
+    """A request for a restore.
 
     Args:
         path: The checkpoint's name in messages.
@@ -276,7 +282,7 @@ class _RestoreRequest:
                 clients = {client for each in meshes for client in each.clients}
                 participants = tuple(sorted({*clients, coordination.member.client}))
         except Exception as error:
-            # The others wait for this client; it must come and say why it cannot go on.
+            # The others wait for this client, so it must come and vote with its error.
             failure = error
 
         def plan(checkpoint: Checkpoint) -> RestorePlan:
@@ -284,7 +290,7 @@ class _RestoreRequest:
             if failure is not None:
                 raise failure
             if state is not None:
-                # Not among the participants: that a target's tensors are on few clients says nothing of the others.
+                # Not among the participants: the clients of a target's tensors say nothing about the other clients.
                 return plan_target(checkpoint, state, options, ClientNumber.among(coordination.member.client, everyone))
             return plan_new_tensors(checkpoint, own_mesh, layouts, options, device_mesh)
 
@@ -312,14 +318,14 @@ class _RestoreRequest:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """A restore that this client has planned; nothing is written yet.
+    """A restore that this client has planned, before any write.
 
     Args:
         checkpoint: The checkpoint, open.
         plan: See `RestorePlan`.
         report: The report, but for the phases.
         leaves: The tensors to be filled.
-        beside: The leaves that are read; the same, unless the restore goes to memory beside the target's.
+        beside: The leaves to read: the same, unless the restore reads into memory beside the target's.
         tied: Further names of the same memory.
         shared: The tensors that this client would read together with others.
         handed_on: The tensors that this client would read together with others of its host.
@@ -354,7 +360,9 @@ class StagedRestore:
         self._tell = tell
 
     def apply(self) -> Any:
-        """Bring the tensors from the memory beside the target's into the target, then plain values, then objects.
+        """Copy the tensors from the memory beside the target's into the target, then set plain values, then objects.
+
+        Tensors of which nothing was read are digested in the target: those that are there already are not copied.
 
         Plain values and stateful objects change only here: after every client has read its tensors.
 
@@ -363,13 +371,29 @@ class StagedRestore:
         """
         prepared = self._prepared
         pairs = zip(prepared.leaves, prepared.beside, strict=True)
-        moved = [(leaf, beside) for (_, leaf), (_, beside) in pairs if leaf is not beside]
+        moved = [(name, leaf, beside) for (name, leaf), (_, beside) in pairs if leaf is not beside]
+        there = self._found_there([(name, leaf) for name, leaf, _ in moved])
+        moved = [each for each in moved if id(each[1]) not in there]
         if moved:
-            copy_into([leaf for leaf, _ in moved], [beside for _, beside in moved])
+            copy_into([leaf for _, leaf, _ in moved], [beside for *_, beside in moved])
         result = prepared.plan.finish()
         if self._tell is not None:
             self._tell(self.report)
         return result
+
+    def _found_there(self, leaves: Sequence[NamedLeaf]) -> set[int]:
+        """Return the ids of the leaves of a target that have the elements already.
+
+        That nothing was read of a tensor says that the memory beside it has the elements since the last restore. The
+        target may have been changed since then, or never have got them. So its memory is digested.
+        """
+        checkpoint = self._prepared.checkpoint
+        likely = [each for each in leaves if not checkpoint.has_taken(each[0])]
+        if not likely:
+            return set()
+        with Pool(spare_threads(), "dtckpt-apply") as pool:
+            found = pool.map(lambda each: has_elements(checkpoint, *each), likely)
+            return {id(leaf) for (_, leaf), is_there in zip(likely, found, strict=True) if is_there}
 
 
 def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> StagedRestore:
@@ -395,6 +419,9 @@ def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> 
             with _told_of_refusal(options, report):
                 validate_expected(report)
 
+        if options.trusted_keys:
+            collective.run_round("trusted", lambda: _verify_share(checkpoint, collective))
+
         def read() -> bytes:
             request.begin()
             fill_tensors(checkpoint, prepared.beside, prepared.tied, shared, phases, handed_on=handed)
@@ -405,6 +432,14 @@ def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> 
         if slow is not None and collective.is_leader:
             logger.warning("restore of %s: %s", request.path, slow)
     return StagedRestore(prepared, replace(report, phases=phases.costs), options.report)
+
+
+def _verify_share(checkpoint: Checkpoint, collective: Collective) -> bytes:
+    """Verify this client's share of the signed files, before any client fills a tensor."""
+    assert checkpoint.signed is not None  # noqa: S101  `_prepare` has refused the others
+    participants = collective.participants
+    checkpoint.signed.validate_share(participants.index(collective.client), len(participants), lambda _: None)
+    return b""
 
 
 def _prepare(
@@ -422,6 +457,9 @@ def _prepare(
     validate_mode()
     with gc_paused():
         checkpoint = open_()
+        if options.trusted_keys and checkpoint.signed is None:
+            raise CheckpointUntrustedError(f"{checkpoint.path} is not read by a signature; restore a signed checkpoint")
+        checkpoint = mapped(checkpoint, options.map)
         planned = request.plan(checkpoint)
         checkpoint.validate_wanted(name for name, _ in planned.leaves)
         report = planned.report(checkpoint)
@@ -437,7 +475,7 @@ def _prepare(
             found = aside.beside(leaf for _, leaf in named)
             beside = [(name, leaf) for (name, _), leaf in zip(leaves, found, strict=False)]
             tied = [(name, other, leaf) for (name, other, _), leaf in zip(tied, found[len(leaves) :], strict=True)]
-    # By default where storage is likely to be slower than the network between the clients.
+    # By default if storage is probably slower than the network between the clients.
     is_shared = checkpoint.is_remote if options.read_once is None else options.read_once
     is_alone = len(collective.participants) == 1
     shared = shareable_tensors(checkpoint, beside) if is_shared and not is_alone else []
@@ -456,6 +494,7 @@ def _prepare(
         [] if handed is None else handed.facts(),
         unasked.digest,
         options.allow_unexpected,
+        [] if checkpoint.signed is None else sorted(checkpoint.signed.signers)[:MAX_SIGNERS],
     )
     prepared = _Prepared(checkpoint, planned, report, leaves, beside, tied, shared, handed, unasked)
     return prepared, json.dumps(facts).encode()
@@ -463,7 +502,7 @@ def _prepare(
 
 @contextmanager
 def _told_of_refusal(options: RestoreOptions, report: RestoreReport) -> Iterator[None]:
-    """If the work inside refuses the restore, give the caller the report with the reason."""
+    """Report the reason to the caller if the body refuses the restore."""
     try:
         yield
     except DtckptError as error:
@@ -476,12 +515,13 @@ class _CheckpointFacts(NamedTuple):
     """Facts about the checkpoint that a client opened, for the other clients.
 
     Args:
-        identity: Tells it from others, as `Checkpoint.identity`.
+        identity: See `Checkpoint.identity`.
         path: The path, cut to its end.
         shared: By mesh, a digest of the tensors that the client would read together with others.
         handed_on: `HandedOn.facts`; empty if there are no such tensors.
         unasked: Digest of the saved names that the client does not ask for.
-        allows_unexpected: Whether the client passes over names that no client asks for.
+        allows_unexpected: Whether the client skips names that no client asks for.
+        trusted: The ids of its trusted keys that have signed the checkpoint.
     """
 
     identity: str
@@ -490,12 +530,18 @@ class _CheckpointFacts(NamedTuple):
     handed_on: list[Any]
     unasked: int
     allows_unexpected: bool
+    trusted: list[str]
 
 
 def _validate_same(opened: Mapping[int, _CheckpointFacts]) -> None:
     """Check that all clients opened the same checkpoint."""
     first, *others = sorted(opened)
     for client in others:
+        if opened[client].trusted != opened[first].trusted:
+            raise CheckpointUntrustedError(
+                f"client {client} and client {first} trust different keys; got signatures of "
+                f"{opened[client].trusted or 'none'} and {opened[first].trusted or 'none'}; pass the same trusted_keys"
+            )
         # Not the paths: clients may see one checkpoint under different mounts.
         if opened[client].identity != opened[first].identity:
             raise CheckpointConflictError(

@@ -52,7 +52,7 @@ def validate_apart(leaves: Sequence[NamedLeaf]) -> None:
     Raises:
         LayoutError: Elements of one target, or of two, do.
     """
-    # A sweep over the sorted spans: a group is a run of spans of which each begins before the ones before it end.
+    # A sweep over the sorted spans: a group is a run of spans, each of which begins before an earlier span ends.
     group: list[tuple[str, torch.Tensor]] = []
     end, last_device = -1, ""
     for device, start, stop, name, memory in _sorted_spans(leaves):
@@ -100,7 +100,7 @@ def _is_apart(memory: torch.Tensor) -> bool:
 
 
 def _validate_group(group: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Check targets whose spans overlap, byte by byte: views that interleave, as columns of one tensor, are fine."""
+    """Check targets with overlapping spans byte by byte: views may interleave, such as columns of one tensor."""
     if len(group) == 1 and _is_apart(group[0][1]):
         return
     start = min(_span(memory)[0] for _, memory in group)

@@ -1,8 +1,8 @@
 """`StateLayouts`: the layouts of tensors that a restore's target does not have yet, such as a fresh optimizer's state.
 
-State of a parameter is laid out as the parameter. In a plain dict the parameter is not known. The restore then looks
+State of a parameter has the layout of the parameter. For a plain dict the parameter is unknown. Then the restore looks
 for it among the target's tensors: by its key, which is a part of the name of its state, or else by its shape. If
-tensors of that shape are laid out differently, the parameter's number tells them apart::
+tensors of that shape have different layouts, the parameter's number decides::
 
     parameters, by the shapes of their state    0: (6,)  1: (6,)  2: (9, 6)  3: (6,)
     tensors of the target, in order             norm.weight (6,)  norm.bias (6,)  up.weight (9, 6)  down.bias (6,)
@@ -67,7 +67,7 @@ class StateLayouts:
 
     @cached_property
     def _places(self) -> list[tuple[str, _Place]]:
-        # Made when it is first needed: most restores allocate nothing. Tensors without a shape are refused elsewhere.
+        # Made at first use, because most restores allocate no tensors. Tensors without a shape are refused elsewhere.
         named = ((key, tensor) for key, tensor in self._tensors if not (is_lazy(tensor) or tensor.is_nested))
         return [(unwrapped(key), _Place(tensor, layout_of_tensor(tensor))) for key, tensor in named]
 
@@ -93,7 +93,7 @@ class StateLayouts:
     def allocate(self, name: str, info: TensorInfo, scope: Scope) -> tuple[torch.Tensor, ShardMark | None]:
         """Allocate a tensor; of the state of a marked parameter, this client's part. Return it, and its mark.
 
-        The tensor is a plain one on the host where neither a parameter nor the checkpoint says more.
+        The tensor is a plain tensor on the host if neither a parameter nor the checkpoint gives a layout.
 
         Args:
             name: The tensor's name in the checkpoint.
@@ -111,7 +111,7 @@ class StateLayouts:
         return self._allocate(name, info, scope), None
 
     def _allocate(self, name: str, info: TensorInfo, scope: Scope) -> torch.Tensor:
-        # A number that was on no mesh, as an optimizer counts steps, stays so.
+        # A number that was on no mesh, such as an optimizer's count of steps, stays plain.
         choices = {} if info.layout is None and not info.shape else self._choices(name, info, scope)
         if len(choices) > 1:
             raise LayoutError(
@@ -141,7 +141,7 @@ class StateLayouts:
         return choices or _saved_specs(info, self._on_meshes)
 
     def _numbered(self, name: str, shape: _Shape) -> _Choices:
-        """Return the layouts of the tensors that a parameter may be by its number; none if it cannot be any."""
+        """Return the layouts of the tensors that may be the parameter, by its number; none if no tensor can be."""
         match = _NUMBERED.fullmatch(name)
         span = self._spans.get(match[1], {}).get(int(match[2])) if match else None
         places = [] if span is None else [place for _, place in self._places[span[0] : span[1] + 1]]
@@ -149,7 +149,7 @@ class StateLayouts:
 
     @cached_property
     def _spans(self) -> Mapping[str, Mapping[int, tuple[int, int]]]:
-        """By the name of an optimizer's state and a parameter's number: the first and last tensor that it may be."""
+        """By name of an optimizer's state and number of a parameter: the first and last tensor that may be it."""
         shapes = [tuple(place.tensor.shape) for _, place in self._places]
         saved: dict[str, dict[int, set[_Shape]]] = defaultdict(lambda: defaultdict(set))
         for name, info in self._saved.items():
@@ -206,7 +206,7 @@ def _is_kept(layout: Layout | None, info: TensorInfo) -> bool:
 
 
 def _saved_specs(info: TensorInfo, meshes: Mapping[Mesh, _Place]) -> _Choices:
-    """Return the saved sharding specs on meshes; of several, on those with the axes of the saved one."""
+    """Return the saved sharding specs on meshes; of several meshes, on those with the axes of the saved mesh."""
     if info.layout is None:
         return {}
     axes = info.layout.mesh.dim_names

@@ -3,7 +3,7 @@
 The rest of a restore works on this value: `dtckpt.checkpoint.restoring.match` compares it with the checkpoint, and
 `dtckpt.checkpoint.restoring.fill` writes into its tensors. A ``state_dict()`` may be slow, or collective as in FSDP1.
 
-When the memory of the tensors is filled, `fill` of each place gives the place its new value.
+After the memory of the tensors is filled, `fill` of each place gives the place its new value.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ContainerSlot(Slot):
             target.clear()
             target.update(values)
             return target
-        # The items as they are now: an item may have been replaced since the visit, or is made anew at each look.
+        # The current items: an item may have changed since the visit, or is made anew at each look.
         changed = {key: value for key, value in values.items() if key not in items or items[key] is not value}
         if isinstance(target, MutableMapping):
             target.update(changed)
@@ -213,7 +213,7 @@ class ObjectSlot(Slot):
 
 
 def _keeps_meta(target: Any) -> bool:
-    """Whether an object that has loaded its state has tensors on the meta device; it is asked again unless a module."""
+    """Tell whether an object has tensors on the meta device after a load; ask it again unless it is a module."""
     if isinstance(target, nn.Module):
         return any(is_meta(tensor) for _, tensor in named_tensors(target))
     return visit_target(target.state_dict()).root.has_meta
@@ -249,9 +249,10 @@ class TargetState:
     @cached_property
     def meshes(self) -> frozenset[Mesh]:
         """The meshes that the tensors lie on; of slices, the whole meshes."""
-        # One tensor on each mesh, as a mesh of PyTorch takes long to be converted.
+        # One tensor on each mesh, because the conversion of PyTorch's meshes takes long.
         tensors = {id(getattr(tensor, "device_mesh", None)): tensor for _, tensor in self.tensors}
-        # A tensor on a slice is on another slice elsewhere; so all clients with such a tensor name the same meshes.
+        # On other clients a tensor on a slice is on another slice; so all clients with such a tensor name the same
+        # meshes.
         found = (mesh_of(tensor) for tensor in tensors.values())
         return frozenset(mesh.root_offsets[0] for mesh in found if mesh is not None)
 
@@ -296,7 +297,7 @@ class _Visitor:
         self.shard_marks = shard_marks()
         # By id of a tensor in the state of an object.
         self.marks: dict[int, ShardMark] = {}
-        # By id, with the object itself, so that no other one gets its id: a tree may hold an object twice.
+        # By id, with the object itself, so that no other object gets its id: a tree may hold an object twice.
         self._states: dict[int, tuple[Any, Any, Mapping[int, tuple[TensorParts, Any]]]] = {}
 
     @property
@@ -328,7 +329,8 @@ class _Visitor:
     def _state_of(self, value: Any) -> tuple[Any, Mapping[int, tuple[TensorParts, Any]]]:
         """Return the state of an object, and the tensors in it that were taken apart."""
         if id(value) not in self._states:
-            # A module on the meta device returns its own tensors then, not detached ones: they are to get memory.
+            # A module on the meta device then returns its own tensors, not detached copies, because they will get
+            # memory.
             keep_vars = isinstance(value, nn.Module) and any(is_meta(tensor) for _, tensor in named_tensors(value))
             state = value.state_dict(keep_vars=True) if keep_vars else value.state_dict()
             opened: Mapping[int, tuple[TensorParts, Any]] = {}
@@ -345,14 +347,14 @@ def is_meta(tensor: object) -> bool:
 
 
 def is_stateful_target(target: Any) -> bool:
-    """Whether a target is an object that returns and loads its state, and neither a container nor a plain value."""
+    """Tell whether a target is an object that returns and loads its state: no container and no plain value."""
     return type(target) not in (dict, list, tuple) and not is_plain(target) and is_stateful(target)
 
 
 def items_of_target(target: Any) -> Mapping[Any, Any] | Sequence[Any] | None:
     """Return the items of a target that is a container, by key or by position; None for all else.
 
-    A container of a class that is not Python's must be mutable: it is changed in place, which keeps its class.
+    A container of a class that is not Python's must be mutable: the restore changes it in place to keep its class.
     """
     if name_of(target) in ("namedtuple", "dataclass", "SimpleNamespace"):
         return fields_of(target)

@@ -1,7 +1,7 @@
-"""Names that no client of a restore asks for: clients tell each other which names of the checkpoint they pass over.
+"""Names that no client of a restore asks for: clients exchange the names of the checkpoint that they skip.
 
-The stages of a pipeline ask for different parts of one checkpoint; a name that one stage passes over is usually a name
-that another stage takes.
+The stages of a pipeline ask for different parts of one checkpoint. If one stage skips a name, another stage usually
+takes it.
 """
 
 from __future__ import annotations

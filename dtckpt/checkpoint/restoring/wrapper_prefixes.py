@@ -12,9 +12,9 @@ from collections.abc import Hashable, Iterable
 from typing import Any
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
-"""Attributes that only wrappers use; they count nowhere in a key."""
+"""Attributes that only wrappers use; ignored anywhere in a key."""
 _LEADING = "module"
-"""The attribute of DistributedDataParallel is a common name, so it counts for nothing at the beginning only."""
+"""The attribute of DistributedDataParallel is a common name, so it is ignored only at the beginning."""
 _STATE_HEADS = frozenset({"state", "param_groups"})
 """Keys that precede the names of parameters in flat optimizer states."""
 
@@ -30,7 +30,7 @@ def unwrapped(key: str) -> str:
 
 
 def match_unwrapped(wanted: Iterable[Hashable], saved: Iterable[Hashable]) -> dict[Any, Any]:
-    """Return the saved key for each wanted key that only wrappers tell from it.
+    """Return the saved key for each wanted key that differs from it only by wrappers.
 
     A wanted key that was saved unchanged is left out. Several keys, wanted or saved, that are equal without the names
     of wrappers are left out, too: they are ambiguous.

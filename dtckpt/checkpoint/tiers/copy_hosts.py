@@ -1,9 +1,9 @@
 """Choose the hosts that hold copies, and compute how likely a step is lost; pure.
 
-Hosts stand in groups of as many as there are copies, and each holds the parts of all of its group. Hosts are sorted by
-domain and dealt into rows, and a column is a group. So hosts of one domain, as a rack, never hold a group together,
-unless the domain has more hosts than a row. Where the copies do not divide the hosts, the last hosts form a ring,
-in which each host holds the parts of the hosts before it::
+A group has as many hosts as there are copies, and each host holds the parts of its whole group. Hosts are sorted by
+domain and dealt into rows, and a column is a group. So hosts of one domain, such as a rack, never form a group, unless
+the domain has more hosts than a row. If the number of copies does not divide the number of hosts, the last hosts form a
+ring, in which each host holds the parts of the hosts before it::
 
     hosts 0 1 2 3 4 5, two copies            hosts 0 1 2 3 4, two copies
         row      0 1 2                           row      0 1 2
@@ -30,7 +30,7 @@ Polynomial = list[int]
 
 @dataclass(frozen=True, slots=True)
 class CopyHosts:
-    """Which hosts hold copies of which.
+    """The hosts that hold copies of each host's parts.
 
     Args:
         domains: The hosts, and the domain of each.
@@ -50,7 +50,7 @@ class CopyHosts:
 
         Args:
             domains: The hosts, and the domain of each.
-            copies: How many hosts are to hold each part. With fewer hosts, all of them do.
+            copies: Number of hosts that hold each part. With fewer hosts, all hosts hold it.
         """
         sizes = Counter(domains.values())
         hosts = sorted(domains, key=lambda host: (-sizes[domains[host]], domains[host], host))
@@ -74,7 +74,7 @@ class CopyHosts:
 
     @property
     def in_one_domain(self) -> list[str]:
-        """The hosts whose parts the failure of one domain takes, with all copies; none if there is but one domain."""
+        """The hosts whose parts and copies are all lost with one domain; none if there is only one domain."""
         if len(set(self.domains.values())) == 1:
             return []
         return sorted(
@@ -84,7 +84,7 @@ class CopyHosts:
         )
 
     def survives(self, lost: Collection[str]) -> bool:
-        """Whether each part is still on some host when hosts are lost, if all copies had been made."""
+        """Tell whether each part is still on some host after hosts are lost, if all copies had been made."""
         return not any({host, *self.partners(host)} <= set(lost) for host in self.domains)
 
     def loss_probability(self, num_lost: int) -> float:
@@ -100,10 +100,10 @@ class CopyHosts:
 
 
 def _harmless_in_ring(size: int, run: int) -> Polynomial:
-    """Return in how many ways so many hosts of a ring fail with never ``run`` neighbours among them."""
+    """Return the number of ways in which so many hosts of a ring fail without ``run`` neighbours among them."""
     ways: Polynomial = []
     for lost in range(size):
-        # Each host that lives is followed by 0 to run - 1 that failed.
+        # After each living host come 0 to run - 1 failed hosts.
         runs = reduce(_product, [[1] * run] * (size - lost), [1])
         ways.append(size * (runs[lost] if lost < len(runs) else 0) // (size - lost))
     return ways

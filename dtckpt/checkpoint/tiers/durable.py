@@ -50,7 +50,7 @@ class DurableWriter:
     def __init__(self, max_rate: float | None) -> None:
         self._max_rate = max_rate
         self.life = ""
-        """Part of the name of the second job: each time that the clients join they form a new one; alike on all."""
+        """Part of the second job's name, equal on all clients; each time that the clients join, they form a new job."""
         self.handle: SaveHandle | None = None
         """The latest write."""
         self.is_busy = False
@@ -80,9 +80,9 @@ class DurableWriter:
             path: Where the checkpoint will be.
             step: The step.
             collect: Returns this client's description of the state; runs in the background.
-            options: How it is written.
+            options: The options of the save.
             extra_files: Files, by name, that the leader adds; ``collect`` may still change them.
-            then: Called in the background when the write has ended, well or not.
+            then: Called in the background when the write has ended, with success or not.
             base: As for `dtckpt.save`.
         """
         with self._lock:
@@ -116,7 +116,7 @@ class DurableWriter:
             try:
                 then(ended)
             finally:
-                # Another client may be ahead, so that the next write has begun here, too.
+                # Another client may be ahead, so the next write may have begun here, too.
                 self.is_busy = self.handle is not ended
 
         self.handle = handle = SaveHandle(path, attempt.collective.phases, timeout_s=options.timeout_s, blocking_s=0.0)
@@ -178,7 +178,7 @@ class RateLimitedSource(Source):
 
 
 class TierSource:
-    """Elements of a local save, for a write that goes on where another process left off.
+    """Elements of a local save, for a write that continues the write of another process.
 
     Args:
         checkpoint: The save, open.
@@ -208,7 +208,7 @@ def state_of_save(
 ) -> State:
     """Describe a local save as the state that a save writes; the same on all clients but for the source.
 
-    Each piece is written by a client of a host that holds it, which need not be the client that saved it.
+    A client of a host that holds a piece writes this piece; another client may have saved it.
     """
     files = checkpoint.parts
     writers: dict[int, int] = {}
@@ -216,7 +216,7 @@ def state_of_save(
     for client, holders in sorted(held.holders.items()):
         candidates = [each for host in holders if host in hosts for each in hosts[host].clients] or [0]
         writers[client] = min(candidates, key=lambda each: (loads[each], each))
-        # Without near copies, of which only one host knows: all clients choose the same writers.
+        # Without near copies, because only their own host knows them: all clients choose the same writers.
         loads[writers[client]] += files.indexes[client].without_copies().nbytes
     rules = StoredDtypes(options)
     specs = tuple(

@@ -1,8 +1,8 @@
 """Decide which local saves can be restored from the parts that hosts hold, and which parts lack copies; pure.
 
 A save *counts* if some host knows that all clients voted it complete; a save is *whole* if each of its parts is on some
-host. Nothing here asks which client had which number, or on which host it ran: parts name the save that they belong to,
-and their indexes name boxes of tensors. So hosts may come back in another order, fewer or more::
+host. The decision does not depend on the clients' numbers or hosts: parts name their save, and their indexes name boxes
+of tensors. So hosts may come back in another order, fewer or more::
 
     host a   save 7: parts 0 1        save 6: parts 0 1
     host b   (new and empty)
@@ -39,22 +39,22 @@ class HeldSave:
 
     @property
     def is_restorable(self) -> bool:
-        """Whether it counts and is whole."""
+        """Whether the save counts and is whole."""
         return self.is_voted and not self.missing
 
     @property
     def num_copies(self) -> int:
-        """How many hosts hold the part that the fewest hold."""
+        """Smallest number of hosts that hold a part."""
         return min((len(self.holders.get(client, ())) for client in range(self.save.num_clients)), default=0)
 
     def without(self, lost: Collection[str]) -> HeldSave:
-        """Return the save as the other hosts hold it, when some are lost."""
+        """Return the save as the remaining hosts hold it after some are lost."""
         left = {client: tuple(host for host in hosts if host not in lost) for client, hosts in self.holders.items()}
         return HeldSave(self.save, {client: hosts for client, hosts in left.items() if hosts}, self.is_voted)
 
 
 def held_saves(parts: Mapping[str, HostParts]) -> list[HeldSave]:
-    """Return the saves of which any part is left, the newest first.
+    """Return the saves of which any host holds a part, the newest first.
 
     Args:
         parts: The parts that each host holds.
@@ -77,7 +77,7 @@ def held_saves(parts: Mapping[str, HostParts]) -> list[HeldSave]:
 
 
 def hosts_to_ask(held: HeldSave, order: Sequence[str]) -> list[str]:
-    """Return the hosts whose parts are all parts of a save together, the first of an order that will do."""
+    """Return hosts that together hold all parts of a save, in an order, without hosts that add no part."""
     left, asked = set(held.holders), []
     for host in order:
         found = {client for client in left if host in held.holders[client]}
@@ -90,12 +90,12 @@ def hosts_to_ask(held: HeldSave, order: Sequence[str]) -> list[str]:
 def copies_to_make(
     held: HeldSave, copy_hosts: CopyHosts, damaged: Collection[PartCopy] = ()
 ) -> Iterator[tuple[int, str, str]]:
-    """Yield the copies that a save lacks: the client whose part it is, the host that sends it, the one that gets it.
+    """Yield the missing copies of a save: the client of the part, the sending host and the receiving host.
 
-    Damaged copies are replaced first, where there is another one of the part.
+    Damaged copies come first, if there is another copy of the part.
 
-    The saver of a part may be gone, or have another number now. Then the first host that holds the part stands for it,
-    and the partners of that host get it.
+    The saver of a part may be gone, or have another number now. Then the first host that holds the part takes the
+    saver's place, and the partners of that host get the part.
     """
     for client, hosts in sorted(held.holders.items()):
         here = [host for host in hosts if host in copy_hosts.domains]

@@ -1,4 +1,4 @@
-"""Restore a step from the local tier: open it wherever its parts are, and make the copies that it lacks."""
+"""Restore a step from the local tier: open it on the hosts of its parts, and make missing copies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.mapped_folder import MappedFolder
 from dtckpt.checkpoint.parts.part_files import PartCheckpoint, PartFiles, PartHolder
 from dtckpt.checkpoint.parts.records import PartCopy, PartIndex, SaveId
 from dtckpt.checkpoint.tiers.holdings import HeldSave, copies_to_make, hosts_to_ask
@@ -29,9 +30,9 @@ class LocalRestore:
         age_s: Seconds since the step was saved.
         local_nbytes: Bytes from the memory of this host.
         nbytes_by_host: Bytes from other hosts.
-        copies: How many hosts hold the part of the step that the fewest hold.
+        copies: Smallest number of hosts that hold a part of the step.
         passed_over: Copies that were damaged or did not come, and the reason.
-        lost_steps: Newer steps of the tier that cannot be put together any more, and the parts that are missing.
+        lost_steps: Newer steps of the tier that lack parts, and the missing parts.
     """
 
     age_s: float
@@ -48,7 +49,7 @@ class LocalRestore:
 
 
 def open_held(session: TierSession, held: HeldSave) -> PartCheckpoint:
-    """Open a save for reading, wherever its parts are. Local; asks other hosts for the indexes of their parts.
+    """Open a save for reading, on the hosts of its parts. Local; asks other hosts for the indexes of their parts.
 
     Raises:
         CheckpointCorruptError: No undamaged index of some part is left.
@@ -64,7 +65,7 @@ def open_held(session: TierSession, held: HeldSave) -> PartCheckpoint:
     holders = {client: _holders(joined, session.folder, hosts, client) for client, hosts in held.holders.items()}
     files = PartFiles(held.save, indexes, holders, kind=KIND, title=f"step {held.save.step} of the local tier")
     files.traffic.damaged_copies.update(damaged)
-    # With near copies, clients that are where they were find everything on their host.
+    # With near copies, clients on their old hosts find all parts there.
     is_where_it_was = session.tier.near_copies and all(
         here in held.holders.get(each, ()) for each in joined.own_host.clients
     )
@@ -73,7 +74,7 @@ def open_held(session: TierSession, held: HeldSave) -> PartCheckpoint:
 
 
 def _indexes_of(session: TierSession, held: HeldSave) -> tuple[dict[int, PartIndex], list[str], set[PartCopy]]:
-    """Return the indexes of a save's parts, by client; why some could not be read; and this host's damaged copies."""
+    """Return the indexes of a save's parts, by client; the failures to read some; and this host's damaged copies."""
     joined, here = session.joined, session.tier.host_name
     indexes: dict[int, PartIndex] = {}
     failures: list[str] = []
@@ -112,7 +113,7 @@ def _index_files(
     asked: Future[list[bytes]] | None,
     failures: list[str],
 ) -> Iterator[tuple[int | None, bytes]]:
-    """Yield the files of a host's indexes, each with its client where that is known before it is read."""
+    """Yield the files of a host's indexes, each with its client if it is known before the read."""
     if host == session.tier.host_name:
         for client in wanted:
             with noted(host, failures):
@@ -128,7 +129,7 @@ def _holders(joined: Joined, folder: HostFolder, hosts: Sequence[str], client: i
     others = [host for host in hosts if host != here]
     # Receivers spread over the hosts that hold a part.
     turn = (joined.client + client) % max(1, len(others))
-    own = [PartHolder(here, folder)] if here in hosts else []
+    own = [PartHolder(here, MappedFolder(folder, here))] if here in hosts else []
     return own + [PartHolder(host, joined.peer(host)) for host in others[turn:] + others[:turn]]
 
 
@@ -147,7 +148,7 @@ def copy_anew(session: TierSession, held: HeldSave, damaged: Collection[PartCopy
     Args:
         session: The tier.
         held: The save.
-        damaged: The copies that were found damaged. A damaged copy is replaced, if there is another copy of the part.
+        damaged: The damaged copies. Another copy of the part, if there is one, replaces a damaged copy.
     """
     joined, folder, replicator, save = session.joined, session.folder, session.replicator, held.save
     own = joined.own_host
@@ -171,7 +172,7 @@ def copy_anew(session: TierSession, held: HeldSave, damaged: Collection[PartCopy
     for client, receiver in mine:
         with noted(own.name):
             index = PartIndex.from_bytes(folder.index_file(save, client)).without_copies()
-            # The file may be longer than the part: it may have held another one, and near copies lie behind it.
+            # The file may be longer than the part: it may have held another part, and near copies follow the part.
             data = folder.open_data(save, client)[: index.nbytes]
             if len(data) < index.nbytes:
                 raise CheckpointCorruptError(f"the file of client {client} was cut short")

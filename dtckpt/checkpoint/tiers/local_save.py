@@ -1,9 +1,10 @@
 """Save a step in the local tier: copy, agree, take digests, vote, and copy to other hosts.
 
-A local save has three rounds. In ``local/begin`` every client copies its share into a file of its host's tier, and says
-so; training waits for no more than that. In the background the clients meet in ``local/staged`` when all have copied:
-digests would take the processor from a neighbour that still copies. Then they take digests, and in ``local/held`` all
-learn whether all parts are whole. From then on the save counts, and the parts are copied to other hosts::
+A local save has three rounds. In ``local/begin`` every client copies its share into a file of its host's tier, and
+votes. Training waits only for this round. In the background the clients meet in ``local/staged`` when all have copied,
+because digests would take the processor from a neighbour that still copies. Then they compute digests, and in
+``local/held`` all learn whether all parts are whole. From then on the save counts, and clients copy the parts to other
+hosts::
 
     training      | begin: copy |  next steps ...
     background                  | staged | digests | held: all parts are whole | copies to partners |  (written to root)
@@ -37,15 +38,15 @@ from dtckpt.coordination.api import Coordination
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """A step that is to be saved in the tier.
+    """A step to save in the tier.
 
     Args:
         step: The step.
         collect: Returns this client's description of the state.
         options: How checkpoints are written.
         metrics: The step's metrics, on client 0.
-        is_durable: Whether the step is written to the root, too; called on client 0, whose answer counts.
-        compares_copies: Whether replicas are digested, to be compared when the step is written to the root.
+        is_durable: Returns whether the step is also written to the root; called on client 0.
+        compares_copies: Whether to digest replicas, for a comparison when the step is written to the root.
     """
 
     step: int
@@ -111,7 +112,7 @@ def save_in_tier(
     coordination: Coordination,
     then: Callable[[Begun, SaveHandle], object],
 ) -> SaveHandle:
-    """Save a step in the tier; return when it is copied there, and all clients agree on it.
+    """Save a step in the tier; return when the copy is complete and all clients agree on it.
 
     Collective: Over all clients; barriers ``local/begin`` (and ``local/united`` where clients pass different things
     for the first time), ``local/staged`` and ``local/held`` in the background.
@@ -120,7 +121,7 @@ def save_in_tier(
         session: The tier.
         request: The step to save, and how.
         coordination: The connection to the other clients.
-        then: Called in the background when all clients know whether the save counts.
+        then: Called in the background after all clients know whether the save counts.
 
     Raises:
         StorageError: A tier cannot be written, or is full; nothing was saved.
@@ -158,10 +159,10 @@ def _begin(session: TierSession, request: SaveRequest, collective: Collective) -
 
     def propose() -> tuple[Proposal, bytes]:
         proposal = Proposal.of(request.collect(), collective.participants, request.options)
-        # Here, so that a tier that is full is this client's vote.
+        # Here, so that a full tier becomes this client's vote.
         file.take(proposal.plan)
         summary = proposal.summary()
-        # Texts of this save alone: the text of a tree has its plain values, so it differs in each step.
+        # Texts of this save alone: a tree's text contains plain values, so it differs in each step.
         joined.server.keep_texts({proposal.digest: proposal.text, summary.tree: proposal.state.tree})
         vote = BeginVote(
             session.replicator.protected,
@@ -201,7 +202,7 @@ def _begin(session: TierSession, request: SaveRequest, collective: Collective) -
         file=file,
         metrics=request.metrics,
         protected={each: vote.protected for each, vote in votes.items()},
-        # All clients or no client: if each left out other saves, no save would ever have all of its copies.
+        # All clients or no client: if each left out different saves, no save would ever have all its copies.
         is_agreed=all(vote.is_free for vote in votes.values()),
         has_compared=all(vote.compares for vote in votes.values()),
     )
@@ -213,7 +214,7 @@ def _new_save(session: TierSession, request: SaveRequest, num_clients: int) -> S
 
 
 def is_on_host(state: State) -> bool:
-    """Whether all elements are in host memory: only there replicas are digested where they are."""
+    """Tell whether all elements are in host memory: only there clients digest replicas without a copy."""
     source = state.source
     return isinstance(source, MemorySource) and not source.is_elsewhere
 
@@ -222,7 +223,7 @@ def is_on_host(state: State) -> bool:
 
 
 def _hold(session: TierSession, begun: Begun, collective: Collective) -> None:
-    """Take digests, make the part whole, vote, and begin to copy.
+    """Compute digests, make the part whole, vote, and begin to copy.
 
     Collective: Over all clients; barriers ``local/staged`` and ``local/held``.
     """
@@ -246,7 +247,7 @@ def _hold(session: TierSession, begun: Begun, collective: Collective) -> None:
         collective.run_round("staged", check_staged, phase="digest")
         sent, _ = collective.run_round_with_value("held", put, phase="digest")
     collective.phases.end()
-    # The save counts, whatever becomes of this host: the other clients go on, and so does this one.
+    # The save counts even if this host fails: the other clients go on, and so does this client.
     with noted(host):
         folder.note_voted(save, client)
     _copy(session, begun, sent)

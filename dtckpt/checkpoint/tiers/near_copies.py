@@ -1,16 +1,17 @@
 """Choose the copies that a host keeps of values that clients of other hosts save, too; pure.
 
-Several hosts may have one value, as the weights of a norm, or every value under HSDP and DDP. One client saves each
-chunk of it, and its part is copied to partners as all parts are. If only that client's host kept the chunk, the others
-would have to ask it when the job comes back. So each host that has the value keeps a *near copy* of the chunk, in the
-file of one of its clients, behind that client's part::
+Several hosts may have the same value, such as the weights of a norm, or every value under HSDP and DDP. One client
+saves each chunk of the value, and its part is copied to partners like all parts. If only that client's host kept the
+chunk, the other hosts would have to ask for it when the job comes back. So each host that has the value keeps a *near
+copy* of the chunk, in the file of one of its clients, behind that client's part::
 
     host a    client 0   | part: w[0:4]  norm |                         norm is in the part of client 0
               client 1   | part: w[4:8]       |
     host b    client 2   | part: w[8:12]      |  near copies: norm |
               client 3   | part: w[12:16]     |
 
-No host counts on the near copies of another host: they are not sent to partners, and a step is whole without them.
+No host relies on the near copies of another host: clients do not send them to partners, and a step is whole without
+them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from dtckpt.layout.region import Region
 
 @lru_cache(maxsize=4)
 def near_copies(plan: SavePlan, client: int, neighbours: tuple[int, ...]) -> NearCopies:
-    """Return the regions of which a client keeps near copies; each is given to the save by a client of another host.
+    """Return the regions of which a client keeps near copies; a client of another host saves each of them.
 
     Args:
         plan: The plan of all clients.
@@ -60,7 +61,7 @@ def near_copies(plan: SavePlan, client: int, neighbours: tuple[int, ...]) -> Nea
 
 
 def _given_elsewhere(tensor: TensorPlan, box: Region, on_host: frozenset[int]) -> Iterator[tuple[int, Region]]:
-    """Yield the regions inside a box that clients of other hosts give to the save, each with its chunk's number."""
+    """Yield the regions inside a box that clients of other hosts save, each with its chunk's number."""
     for index in tensor.grid.meeting(box):
         number = tensor.grid.number(index)
         owner = int(tensor.owners[number])

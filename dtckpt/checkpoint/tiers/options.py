@@ -15,29 +15,29 @@ from dtckpt.errors import ConfigError
 class LocalTier:
     """Frequent checkpoints on the hosts themselves; give it to `dtckpt.CheckpointManager`.
 
-    All clients pass the same, but for ``path``, ``host``, ``domain`` and ``address``, which may differ by host.
+    All clients pass equal options, except ``path``, ``host``, ``domain`` and ``address``, which may differ by host.
 
     Args:
         path: A directory of this host that outlives the processes: below ``/dev/shm``, a mounted tmpfs, or a local
             disk. All clients of a host pass the same directory.
-        every_steps: A step that is a multiple of this is saved in the tier.
-        copies: How many hosts hold each part of a step, the host that saved it among them.
-        keep: How many steps the tier keeps. While copies of the newest steps are missing, it also keeps the newest
-            step that has all of its copies.
+        every_steps: The tier saves steps that are multiples of this number.
+        copies: Number of hosts that hold each part of a step, including the host that saved it.
+        keep: Number of steps that the tier keeps. While copies of the newest steps are missing, it also keeps the
+            newest step that has all of its copies.
         near_copies: Whether a host keeps a copy of each value that its clients have and clients of other hosts save.
             Examples are the weights of norms, and most values under HSDP and DDP. Hosts that come back then read
-            nothing from each other. A save copies these values, too, and the tier has to have memory for them.
-        max_nbytes: Bound on the bytes below ``path`` that the clients of one host take together, copies for other hosts
-            included. A save that would exceed it is skipped. Default: no bound but the space that there is.
+            nothing from each other. A save copies these values, too, and the tier needs memory for them.
+        max_nbytes: Bound on the bytes below ``path`` of all clients of one host, including copies for other hosts. The
+            tier skips a save that would exceed it. Default: the available space.
         max_rate: Bound on the bytes per second that a client sends to other hosts. Default: none.
         max_root_rate: Bound on the bytes per second that a client writes to the root. Default: none.
-        link_rate: Bytes per second that hosts are expected to send to each other. Below a quarter of it a warning names
-            the host: copies may take another network than they should; see ``address``. Default: no warning.
-        max_restores: How often a step is restored from the tier before a newer step is saved. Then the step is passed
-            over: a state that fails soon after its restore, as by NaN, is not tried for ever. Default: no bound.
+        link_rate: Bytes per second that hosts should send to each other. Below a quarter of this rate a warning names
+            the host: copies may use the wrong network; see ``address``. Default: no warning.
+        max_restores: Number of restores of a step from the tier without a newer save. Further restores skip the step:
+            so a job does not try a state for ever that fails soon after its restore, as by NaN. Default: no bound.
         host: Name of this host. Default: the variable ``DTCKPT_HOST``, else its host name.
-        domain: The part of the cluster that fails as one, as a rack or a power supply; copies lie in other domains
-            where there are others. Default: the variable ``DTCKPT_DOMAIN``, else each host is a separate domain.
+        domain: The part of the cluster that fails as one, such as a rack or a power supply. Copies lie in other domains
+            if there are several. Default: the variable ``DTCKPT_DOMAIN``, else each host is a separate domain.
         address: Address at which other hosts reach this host. Default: the address from which this host reaches
             ``MASTER_ADDR``.
         timeout_s: Longest wait for an answer of another host, in seconds.

@@ -1,14 +1,14 @@
 """`Replicator`: send the parts of this client to the hosts that hold copies of them, in the background.
 
-A copy that is late does not hold up the next save: of the saves that wait, only the newest is sent. But if each client
-left out other saves, no save would ever have all of its copies. So the clients agree, when a save begins: if no client
-still has to send an agreed save, all send this one, and no newer save takes its place::
+A late copy does not delay the next save: of the waiting saves, a client sends only the newest. But if each client left
+out different saves, no save would ever have all its copies. So the clients agree at the begin of a save. If no client
+still has to send an agreed save, all clients send this save, and no newer save takes its place::
 
     saves       1        2        3        4        5        6        7
     client 0    agreed   waits    (left out)        agreed            ...
     client 1    agreed   sends    waits    (left out) agreed          ...
 
-A host that does not take copies is nevertheless offered the next save's copies. The first failure is logged, and then
+Clients still offer the next save's copies to a host that does not take copies. The log has the first failure, and then
 the end of the trouble.
 
 `ExpectedCopies` are the copies that come to this host.
@@ -34,16 +34,16 @@ logger = logging.getLogger("dtckpt.tiers")
 
 
 MIN_MEASURED_NBYTES = 16 << 20
-"""The rate of smaller copies says little of the network."""
+"""The rate of smaller copies says little about the network."""
 SLOW = 4
-"""A host is slow if it takes copies at less than this part of the rate that is expected."""
+"""A host is slow if it takes copies at less than this part of the expected rate."""
 MAX_PROTECTED = 8
-"""Saves that a client tells the others of as protected."""
+"""Number of protected saves that a client reports to the others."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OutgoingPart:
-    """A part that is to be copied.
+    """A part to copy.
 
     Args:
         save: The save.
@@ -51,7 +51,7 @@ class OutgoingPart:
         index: The index file.
         data: The elements.
         peers: The servers of the hosts that get it.
-        done: Called when the part is sent, or given up.
+        done: Called after the part was sent, or given up.
         acknowledged: Called when all the hosts have acknowledged it.
         is_agreed: Whether all clients send their parts of this save, so that a newer save does not take its place.
     """
@@ -76,7 +76,7 @@ class Replicator:
 
     Args:
         max_rate: Bound on the bytes per second.
-        link_rate: Bytes per second that are expected; None: nothing is.
+        link_rate: Expected bytes per second; None: no expectation.
     """
 
     def __init__(self, max_rate: float | None, link_rate: float | None = None) -> None:
@@ -95,13 +95,14 @@ class Replicator:
         self._troubled: set[str] = set()
 
     def submit(self, copy: OutgoingPart) -> None:
-        """Send a part when it is its turn; it takes the place of older saves that wait, but for agreed ones."""
+        """Send a part at its turn; it replaces older waiting saves, except agreed saves."""
         with self._changed:
             under_way = [*self._waiting, *([self._sending] if self._sending else [])]
             if any(each.is_same(copy) for each in under_way):
                 copy.done()
                 return
-            # While a host takes none, each copy may take as long as a timeout, and memory would fill with them.
+            # While a host takes no copies, each copy may take as long as a timeout, and waiting copies would fill
+            # memory.
             kept = [each for each in self._waiting if (each.is_agreed and not self._troubled) or each.save == copy.save]
             for older in self._waiting:
                 if older not in kept:
@@ -113,13 +114,13 @@ class Replicator:
 
     @property
     def is_free(self) -> bool:
-        """Whether all agreed copies have been sent; also if a host keeps this client waiting that takes no copies."""
+        """Whether all agreed copies were sent, or this client only waits for a host that takes no copies."""
         with self._changed:
             under_way = [*self._waiting, *([self._sending] if self._sending else [])]
             return not any(copy.is_agreed for copy in under_way) or bool(self._troubled)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is to be sent any more; return whether that came in time."""
+        """Wait until no copies wait; return whether this came in time."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._is_running, timeout_s)
 
@@ -225,7 +226,7 @@ class ExpectedCopies:
         self._stamps = {(save, client): self._folder.stamp(save, client) for client in clients}
 
     def expect(self, save: SaveId, clients: Iterable[int]) -> None:
-        """Expect copies of the parts of clients: new ones, where there were others when they were noted."""
+        """Expect copies of the parts of clients; a copy that was noted before does not count."""
         self._replaced = {(save, client): self._stamps.get((save, client)) for client in clients}
 
     def have_come(self, refused: Collection[tuple[SaveId, int]]) -> bool:

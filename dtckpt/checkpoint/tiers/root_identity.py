@@ -1,13 +1,13 @@
 """The identity of a root of durable checkpoints: the file ``.dtckpt-root``, with a random number.
 
-A local save has it in its name. So the saves of a job whose root was deleted are not mistaken for saves of the next job
-at the same path. Saves of the deleted root are listed, never restored, and never removed.
+The name of a local save contains this number. So a restore does not mistake saves of a deleted root for saves of the
+next job at the same path. The tier lists saves of the deleted root, but never restores or removes them.
 
-A root gets its identity with the first save, from client 0, when it has the right to change the root. The file also
-says at which path: a root that was copied or moved there is another root, and gets a new number.
+A root gets its identity from client 0 at the first save, when client 0 has the right to change the root. The file also
+contains the path. A root that was copied or moved to its path is another root, and gets a new number.
 
-Until then, the clients agree on an identity for the root when they join. If they join to restore, they take the root of
-the newest step in the tier, as they ask for the steps that are left. If they join to save, and the root is empty, they
+Before that, the clients agree on an identity for the root when they join. If they join to restore, they take the root
+of the newest step in the tier, because they want the remaining steps. If they join to save, and the root is empty, they
 take a new identity.
 """
 
@@ -29,12 +29,12 @@ logger = logging.getLogger("dtckpt.tiers")
 IDENTITY_NAME = ".dtckpt-root"
 NO_IDENTITY = ""
 COPIED = "copied"
-"""Stands for the identity of a root that was copied or moved to its path: it has no new identity yet."""
+"""Stands for the identity of a root that was copied or moved to its path, and has no new identity yet."""
 _IDENTITY = re.compile(r"([0-9a-f]{8})(?: ([0-9a-f]{16}))?")
 
 
 class RootFacts(NamedTuple):
-    """Facts about the root, which client 0 tells the others.
+    """Facts about the root, which client 0 sends to the others.
 
     Args:
         has_steps: Whether there is a checkpoint.
@@ -70,8 +70,8 @@ def read_identity(folder: Folder, root: str) -> str:
         root: Its path or URL.
 
     Returns:
-        The identity; `NO_IDENTITY` if it has none, or a damaged one; `COPIED` if it was given at another path;
-        `UNKNOWN_ROOT` if storage does not say it now.
+        The identity; `NO_IDENTITY` if there is none, or a damaged one; `COPIED` if the root got it at another path;
+        `UNKNOWN_ROOT` if storage does not answer now.
     """
     try:
         text = folder.read_whole(IDENTITY_NAME, 100).decode("ascii", "replace").strip()
@@ -93,7 +93,7 @@ def read_identity(folder: Folder, root: str) -> str:
 
 
 def claim_identity(folder: Folder, root: str, wanted: str) -> str:
-    """Return the identity of a root, which is given the wanted one if it has none.
+    """Return the identity of a root; give it the wanted identity if it has none.
 
     For client 0 alone, when it has the right to change the root.
 

@@ -1,8 +1,8 @@
 """`TierSession`: the local tier as one client uses it: the clients' hosts, and the parts that they hold.
 
-Before the first save, and in every restore, the clients tell each other in the round ``tiers`` which host they are on
-and which parts that host holds. A `Joined` keeps these facts from then on. Saves are in
-`dtckpt.checkpoint.tiers.local_save`, restores in `dtckpt.checkpoint.tiers.local_restore`.
+Before the first save, and in every restore, the clients exchange their hosts, and the parts of these hosts, in the
+round ``tiers``. A `Joined` keeps these facts from then on. Saves are in `dtckpt.checkpoint.tiers.local_save`, restores
+in `dtckpt.checkpoint.tiers.local_restore`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Joined:
         server: This client's server.
         token: Lets the clients of this job, and no others, ask each other's servers.
         hosts: The hosts, by name.
-        copy_hosts: Which hosts hold copies of which.
+        copy_hosts: The hosts that hold copies of each host's parts.
         held: The saves that the hosts held, the newest first.
-        worn_out: The saves that were restored `LocalTier.max_restores` times, without a newer one being saved.
+        worn_out: The saves that were restored `LocalTier.max_restores` times, without a newer save.
         has_durable: Whether the root had checkpoints.
         newest_in_root: The number of the newest commit in the root.
     """
@@ -82,12 +82,12 @@ class Joined:
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The clients among which near copies are shared out; all, if there shall be none."""
+        """The clients that share the near copies; all clients, if there are to be none."""
         hosts = [self.own_host] if self.tier.near_copies else self.hosts.values()
         return tuple(sorted(client for host in hosts for client in host.clients))
 
     def peer(self, host: str, client: int | None = None) -> Peer:
-        """Return the server of a client on a host; by default of the one in this client's place there."""
+        """Return the server of a client on a host; by default of the client with this client's position there."""
         info = self.hosts[host]
         at = self.own_host.clients.index(self.client)
         client = info.clients[at % len(info.clients)] if client is None else client
@@ -109,8 +109,8 @@ class TierSession:
         folder: The parts of this host.
         replicator: Sends copies of this client's parts.
         expected: The copies that come to this host.
-        root: The identity of the root; if storage does not say it, the newest save's root.
-        newest: The number of the newest save that is known.
+        root: The identity of the root; if storage does not give it, the newest save's root.
+        newest: The number of the newest known save.
     """
 
     def __init__(self, tier: LocalTier, root: str) -> None:
@@ -136,7 +136,7 @@ class TierSession:
         return self._joined
 
     def join(self, collective: Collective, ask_root: Callable[[], RootFacts], *, is_save: bool) -> None:
-        """Tell the others which parts this host holds, and learn which parts theirs hold.
+        """Exchange the parts that the hosts hold with the other clients.
 
         Collective: Over all clients of the job; round ``tiers`` of the operation.
 
@@ -182,16 +182,16 @@ class TierSession:
             self._explain(self._joined, found, is_root_empty=not (root.has_steps or is_save))
 
     def _worn_out(self, held: Sequence[HeldSave], counts: Sequence[Mapping[str, int]]) -> frozenset[SaveId]:
-        """Return the saves that were restored too often. ``counts``: of each host, the restores by save."""
+        """Return the saves that were restored too often. ``counts``: for each host, the number of restores by save."""
         most = self.tier.max_restores
         if most is None:
             return frozenset()
         return frozenset(each.save for each in held if max(count.get(each.save.name, 0) for count in counts) >= most)
 
     def _explain(self, joined: Joined, found: Sequence[HeldSave], *, is_root_empty: bool) -> None:
-        """Log how saves are protected, if that is new, and warn of odd saves in the tier.
+        """Log the protection of saves, if it is new, and warn of odd saves in the tier.
 
-        Saves are odd if the root is empty, or if they are of a job whose root was at the same path before.
+        Saves are odd if the root is empty, or if they belong to a former job whose root was at the same path.
         """
         if joined.copy_hosts != self._logged_copy_hosts:
             log_protection(joined.copy_hosts, self.tier.copies)
@@ -212,7 +212,8 @@ class TierSession:
         try:
             self.folder.make()
         except DtckptError as error:
-            # Other hosts may hold the parts that this host lacks. Its own saves will be refused, with the reason.
+            # Other hosts may hold the parts that this host lacks. The tier will refuse this host's saves, with the
+            # reason.
             logger.warning("host %s: %s", self.tier.host_name, error)
         self.folder.remove_spare_of_the_dead()
         address = self.tier.address or own_address()
@@ -246,7 +247,7 @@ class TierSession:
         return self.newest
 
     def close(self, *, has_failed: bool) -> None:
-        """End the server, when all copies under way from this client and to this host are made.
+        """End the server, after all copies under way from this client and to this host.
 
         Args:
             has_failed: Whether the job ends by an error; then this client does not wait for hosts that may be gone.
@@ -288,7 +289,7 @@ def _validate_same(facts: Mapping[int, Mapping[str, Any]]) -> None:
 
 @contextmanager
 def noted(host: str, failures: list[str] | None = None) -> Iterator[None]:
-    """Note that a part of a host cannot be read or written, and go on: another host may hold the same."""
+    """Note that a part of a host cannot be read or written, and go on: another host may hold the same part."""
     try:
         yield
     except (DtckptError, OSError, ValueError) as error:

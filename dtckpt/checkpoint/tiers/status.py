@@ -37,10 +37,10 @@ class TierStatus:
         at_s: When, in seconds since the epoch.
         domains: The hosts, and the domain of each.
         clients: By host, its clients.
-        copies: How many hosts hold each part, once all copies are made.
+        copies: Number of hosts that hold each part, once all copies are made.
         saves: The saves, the newest first, each with the hosts that held its parts then.
         nbytes: Bytes of one save, over all parts.
-        rate: Bytes per second that a host sent to another, as measured; 0: nothing was sent.
+        rate: Measured bytes per second from one host to another; 0: no host has sent any.
     """
 
     at_s: float
@@ -53,7 +53,7 @@ class TierStatus:
 
     @property
     def copy_hosts(self) -> CopyHosts:
-        """Which hosts hold copies of which."""
+        """The hosts that hold copies of each host's parts."""
         return CopyHosts.of(self.domains, self.copies)
 
     def to_bytes(self) -> bytes:
@@ -93,7 +93,7 @@ class TierStatus:
             raise CheckpointCorruptError(f"{STATUS_NAME} cannot be read: {error}") from error
 
     def newest_without(self, lost: frozenset[str]) -> HeldSave | None:
-        """Return the newest save that the other hosts could put together."""
+        """Return the newest save of which the other hosts hold all parts."""
         return next((left for held in self.saves if (left := held.without(lost)).is_restorable), None)
 
 

@@ -44,6 +44,8 @@ KEPT_SECRETS = 4
 secret before."""
 CLOSE_S = 1.0
 """How long `FeedClient.close` waits for a renewal that is under way; nothing depends on it."""
+PROBE_S = 1.0
+"""How long a reader looks whether a publisher's registry listens, before it makes a call."""
 RENEWALS = 3
 """How often leases are renewed within their period."""
 
@@ -104,6 +106,7 @@ class FeedClient:
         coordination: The connection to the coordinator; it stays the caller's.
         timeout_s: How long a call waits for the coordinator; default: two heartbeat timeouts.
         clock: Monotonic seconds.
+        is_publishers: Whether a publisher runs the registry: to wait for a version is to wait for the registry, too.
     """
 
     def __init__(
@@ -111,10 +114,13 @@ class FeedClient:
         coordination: GrpcCoordination,
         timeout_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        is_publishers: bool = False,
     ) -> None:
         self._coordination = coordination
         self._timeout_s = 2 * coordination.heartbeat_timeout_s if timeout_s is None else timeout_s
         self._clock = clock
+        self._is_publishers = is_publishers
         member = coordination.member
         self._task = coordinator_pb2.TaskIdentity(job=member.job, task=member.client, incarnation=member.incarnation)
         self._host = host_name()
@@ -125,6 +131,9 @@ class FeedClient:
         self._holder_keys: dict[tuple[str, int], bytes] = {}
         self._thread: threading.Thread | None = None
         self._closing = threading.Event()
+        self._wake = threading.Event()
+        self._uses: dict[tuple[str, str], pb.DoneRequest] = {}
+        """What became of fetched versions, by feed and group, until the registry knows."""
         self._renewing = threading.Lock()
 
     # --- publishing -------------------------------------------------------------------------------------------------
@@ -248,12 +257,12 @@ class FeedClient:
         self._forget(feed, number)
         return answer
 
-    def abandon(self, feed: str) -> None:
-        """Say that the memory of all versions is freed; the thread of this client tells it when it can."""
+    def abandon(self, feed: str, number: int | None = None) -> None:
+        """Say that the memory of a version is freed, or of all; the thread of this client tells it when it can."""
         with self._lock:
             if feed in self._feeds:
-                for version in self._feeds[feed].versions.values():
-                    version.is_freed = True
+                for each, version in self._feeds[feed].versions.items():
+                    version.is_freed |= number in (None, each)
 
     def _take_back(self, feed: str, number: int) -> None:
         """Let a version end whose memory is freed already. Its last readers have leases, and find no source."""
@@ -319,14 +328,26 @@ class FeedClient:
             SourceLostError: The clients that have the wanted version are lost.
             CoordinatorPermissionError: This job may not read the feed.
         """
-        self._coordination.register()
         lease_id = lease_id or secrets.randbits(63) or 1
         deadline = self._clock() + timeout_s
         request = self._subscription(feed, group, lease_id, want)
         while True:
             left_s = deadline - self._clock()
             request.max_wait_s = min(max(left_s, 0.0), MAX_WAIT_S)
-            asked_at, response = self._ask(request)
+            try:
+                if self._is_publishers:
+                    self._coordination.probe(PROBE_S)
+                self._coordination.register()
+                asked_at, response = self._ask(request)
+            except errors.CoordinatorUnavailableError as error:
+                if not self._is_publishers:
+                    raise
+                if left_s <= 0:
+                    raise errors.VersionTimeoutError(
+                        f"no lease within {timeout_s:g} s: no publisher has begun, or it has ended: {error.message}"
+                    ) from None
+                time.sleep(min(left_s, PROBE_S / 4))
+                continue
             if response.HasField("lease"):
                 ends_at = asked_at + response.lease.expires_in_s
                 lease = FeedLease.from_proto(request, response.lease, ends_at)
@@ -371,10 +392,39 @@ class FeedClient:
             lease: The lease.
             outcome: One of `events.OUTCOMES`.
         """
+        self._tell_uses()  # of the version before: this lease takes its place
         with self._renewing:  # a renewal that came later would take the lease again
             self._forget_lease(lease)
             request = pb.DoneRequest(task=self._task, feed=lease.feed, lease=lease.lease_id, outcome=outcome)
             self._again_if_unknown(lambda: self._call(lambda stub, t: stub.Done(request, timeout=t)))
+
+    def tell_use(self, lease: FeedLease, outcome: str) -> None:
+        """Say what became of a version whose lease has ended with `events.FETCHED`. Does not wait for the coordinator.
+
+        Args:
+            lease: The lease.
+            outcome: `events.APPLIED` or `events.FAILED`.
+        """
+        request = pb.DoneRequest(task=self._task, feed=lease.feed, lease=lease.lease_id, outcome=outcome)
+        with self._lock:
+            self._uses[lease.feed, lease.group] = request
+        self._start()
+        self._wake.set()
+
+    def _tell_uses(self) -> None:
+        with self._lock:
+            uses = dict(self._uses)
+        for key, request in uses.items():
+            try:
+                self._timed(lambda stub, t, it=request: stub.Done(it, timeout=t), self._period_s())  # type: ignore[misc]
+            except UnknownError:
+                pass  # a coordinator that was restarted does not know the lease
+            except errors.DtckptError as error:
+                logger.info("the registry does not know yet that feed %r is %s: %s", key[0], request.outcome, error)
+                continue
+            with self._lock:
+                if self._uses.get(key) is request:
+                    del self._uses[key]
 
     def serve(self, lease: FeedLease, *, endpoint: bytes, pieces: bytes = b"", is_whole: bool, nbytes: int) -> None:
         """Offer a version that this client has verified to further readers, as long as the process lives.
@@ -418,6 +468,11 @@ class FeedClient:
     def list(self) -> list[pb.FeedStatus]:
         """Return all feeds that this client's token may see."""
         return self._coordination.feeds(self._timeout_s)
+
+    def has_other_publishers(self) -> bool:
+        """Whether other clients of this job publish a feed."""
+        own = self._coordination.member.job
+        return any(feed.job == own and feed.num_publishers > 1 for feed in self.list())
 
     # --- renewals ---------------------------------------------------------------------------------------------------
 
@@ -509,19 +564,29 @@ class FeedClient:
                 self._thread.start()
 
     def _refresh_for_ever(self) -> None:
-        while not self._closing.wait(self._period_s()):
+        while True:
+            self._wake.wait(self._period_s())
+            self._wake.clear()
+            if self._closing.is_set():
+                return
             with self._lock:
                 if not self._coordination.is_registered:  # it has left; to go on would bring it back
                     self._thread = None
                     return
             try:
+                self._tell_uses()
                 self.refresh()
             except errors.DtckptError as error:
                 logger.warning("feeds were not refreshed: %s", error)
 
+    def leave(self) -> None:
+        """Leave the registry, whose connection is this client's."""
+        self._coordination.leave()
+
     def close(self) -> None:
         """End renewals. Leases and parts of this process end as the coordinator hears it no more, or by ``leave``."""
         self._closing.set()
+        self._wake.set()
         with self._lock:
             thread = self._thread
         if thread is not None:

@@ -24,9 +24,9 @@ MAX_KEEP = 32
 MAX_PARTS = 16_384
 MAX_TIMEOUT_S = 7 * 86400.0
 MAX_NUMBER = 1 << 62
-APPLIED, SKIPPED, FAILED = "applied", "skipped", "failed"
-OUTCOMES = (APPLIED, SKIPPED, FAILED)
-"""How a reader says that its lease ended, from good to bad."""
+APPLIED, FETCHED, SKIPPED, FAILED = "applied", "fetched", "skipped", "failed"
+OUTCOMES = (APPLIED, FETCHED, SKIPPED, FAILED)
+"""How a reader says that its lease ended, from good to bad. A version that was fetched lies beside the weights."""
 _FEED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]*")
 
 
@@ -275,6 +275,8 @@ class Renew:
 @dataclass(frozen=True, slots=True)
 class Done:
     """A client of a reader needs the lease no more; it ends with the last client of the group. Never refused.
+
+    After a lease that ended with `FETCHED`, the same call says whether the version was applied since, or has failed.
 
     Args:
         outcome: One of `OUTCOMES`.

@@ -27,10 +27,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
+from dataclasses import replace
 
 from dtckpt import errors
 from dtckpt.coordination.barrier_texts import task_name
+from dtckpt.coordination.feeds import events
 from dtckpt.coordination.feeds.events import (
+    APPLIED,
+    FETCHED,
     MAX_TEXT_CHARS,
     OUTCOMES,
     Abort,
@@ -523,6 +527,8 @@ class FeedRules(Transitions):
         if feed is not None and lease is not None and event.who in lease.tasks:
             lease.outcome = max(lease.outcome, event.outcome, key=("", *OUTCOMES).index)
             self._leave_lease(feed, lease, {event.who}, lease.outcome)
+        elif feed is not None and lease is None:
+            _note_use(feed, event)
 
     def _serve(self, event: Serve) -> Served:
         feed, who = self.feeds.get(event.feed), event.who
@@ -574,6 +580,17 @@ def _state_of(feed: Feed, number: int) -> VersionState:
         return VersionState(number, ended.state)
     version, lost = feed.versions[number], tuple(sorted(feed.versions[number].lost))
     return VersionState(number, version.state, len(version.parts), len(version.leases), lost, version.is_rewound)
+
+
+def _note_use(feed: Feed, event: Done) -> None:
+    """Note what became of a version whose lease has ended: it was applied, or a client failed to apply it."""
+    for reader, use in feed.latest.items():
+        if (use.lease_id, use.job) == (event.lease, event.who.job):
+            if event.outcome == APPLIED and use.outcome == FETCHED:
+                feed.latest[reader] = replace(use, outcome=APPLIED, applied=use.number)
+            elif event.outcome == events.FAILED and use.outcome in (FETCHED, APPLIED):
+                feed.latest[reader] = replace(use, outcome=events.FAILED, applied=0)
+            return
 
 
 def _refuse_stranger(feed: Feed, event: Subscribe | Serve) -> None:

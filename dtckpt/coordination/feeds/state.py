@@ -27,7 +27,8 @@ VERSION_STATES = (PUBLISHING, READABLE, RETIRING, LOST)
 """States of versions that have not ended."""
 KEPT_ENDED = 32
 """How many ended versions of a feed are kept, to answer calls that come late."""
-KEPT_OUTCOMES = 8
+KEPT_READERS = 32
+"""How many readers of a feed are remembered whose leases have ended."""
 
 
 @dataclass(slots=True)
@@ -177,6 +178,25 @@ class Ended:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class LastUse:
+    """The version that a reader leased last, and the version that it uses.
+
+    Args:
+        number: The version that it leased last.
+        outcome: How that lease ended, or what the reader has said since.
+        lease_id: Id of the lease.
+        job: Job of the reader.
+        applied: The version that it applied last; 0: none is known, or one was applied in part.
+    """
+
+    number: int
+    outcome: str
+    lease_id: int
+    job: str
+    applied: int
+
+
 @dataclass(slots=True)
 class Feed:
     """One feed and its owner, the job that publishes it.
@@ -189,7 +209,7 @@ class Feed:
         publishers: The clients of the owner that have opened the feed and are alive.
         members: How many records (of any kind) of the feed each job has.
         outcomes: How many leases have ended in which way.
-        latest: The readers whose leases ended last, each with the version and the outcome.
+        latest: The readers whose leases ended last.
     """
 
     name: str
@@ -206,7 +226,7 @@ class Feed:
     ended: dict[int, Ended] = field(default_factory=dict)
     members: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
-    latest: dict[str, tuple[int, str]] = field(default_factory=dict)
+    latest: dict[str, LastUse] = field(default_factory=dict)
 
     @property
     def newest(self) -> Version | None:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Container
 
 from dtckpt import errors
 from dtckpt.coordination.barrier_texts import task_name
-from dtckpt.coordination.feeds.events import MAX_TEXT_CHARS
+from dtckpt.coordination.feeds.events import APPLIED, MAX_TEXT_CHARS
 from dtckpt.coordination.feeds.state import (
     FAILED,
     KEPT_ENDED,
-    KEPT_OUTCOMES,
+    KEPT_READERS,
     LOST,
     PUBLISHING,
     READABLE,
@@ -22,6 +22,7 @@ from dtckpt.coordination.feeds.state import (
     RETIRING,
     Ended,
     Feed,
+    LastUse,
     Lease,
     Note,
     Version,
@@ -32,7 +33,7 @@ MAX_JUDGED = 256
 """How many deadlines one `Transitions.tick` judges."""
 SOME = 8
 """How many readers, clients or versions an error text names."""
-FEED_NBYTES, VERSION_NBYTES, PART_NBYTES, PUBLISHER_NBYTES = 24_576, 2048, 640, 320
+FEED_NBYTES, VERSION_NBYTES, PART_NBYTES, PUBLISHER_NBYTES = 45_056, 2048, 640, 320
 LEASE_NBYTES, LEASE_TASK_NBYTES, HOLDER_NBYTES = 1536, 320, 1024
 """Upper estimates of the memory that Python takes, without endpoints and digests."""
 EXPIRED, GONE = "expired", "lost"
@@ -146,9 +147,10 @@ class Transitions:
         if lease.source is not None:
             lease.source.num_leases -= 1
         feed.outcomes[outcome] += 1
-        feed.latest.pop(lease.reader, None)
-        feed.latest[lease.reader] = version.number, outcome
-        while len(feed.latest) > KEPT_OUTCOMES:
+        before = feed.latest.pop(lease.reader, None)
+        applied = version.number if outcome == APPLIED else before.applied if before is not None else 0
+        feed.latest[lease.reader] = LastUse(version.number, outcome, lease.lease_id, lease.job, applied)
+        while len(feed.latest) > KEPT_READERS:
             del feed.latest[next(iter(feed.latest))]
         if outcome in (EXPIRED, GONE):
             text = f"lease of {lease.reader!r} on version {version.number} has ended: the reader is {outcome}"
@@ -264,6 +266,12 @@ class Transitions:
         if version is not None:
             facts |= {"version": version.number, "step": version.step}
         self.notes.append(Note(event, f"feed {feed.name!r}: {text}", facts))
+
+
+def told_uses(use: LastUse) -> list[tuple[int, str]]:
+    """Return the versions of a reader to be told, each with its outcome: the one that it uses, and the last one."""
+    in_use = [(use.applied, APPLIED)] if use.applied not in (0, use.number) else []
+    return [*in_use, (use.number, use.outcome)]
 
 
 def progress_of(version: Version) -> str:

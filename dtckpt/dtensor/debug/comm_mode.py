@@ -71,8 +71,9 @@ class CommDebugMode:
 
     The counts include the communications of DTensors, and PyTorch's functional collectives under PyTorch's names.
 
-    Communications of a module count for it and for all modules around it. Entering the mode again clears the counts.
-    Several modes may be active at once; each counts everything. Entering a mode that is active already changes nothing.
+    Communications of a module count for this module and for all modules around it. A new entry into the mode clears the
+    counts, but an entry into an active mode changes nothing. Several modes may be active at once, and each counts all
+    communications.
 
     >>> with CommDebugMode() as mode:
     ...     _ = torch.nn.Linear(2, 2)(torch.ones(1, 2))
@@ -236,7 +237,7 @@ def _json_operations(operations: Mapping[_OperatorRun, int], noise_level: int) -
 
 
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Notes each operator that runs: those on DTensors, and those on plain tensors that these turn into."""
+    """Notes each operator that runs: operators on DTensors, and the operators on plain tensors that they call."""
 
     def __init__(self, note: Callable[[_OperatorRun], None], count: Callable[[observers.Communication], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # as above

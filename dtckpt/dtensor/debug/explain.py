@@ -44,9 +44,9 @@ class Traffic:
         client: Its client.
         received: Bytes from other clients.
         copied: Bytes from devices of the same client, the device itself included.
-        lower_bound: Bytes that its client must receive for it: its new box without the parts that the client held. A
-            box that several devices of one client need counts for the first of them. A box that is reduced counts
-            once, if the client did not hold all terms.
+        lower_bound: Bytes that the client must receive for this device: its new box without the parts that the client
+            held. A box that several devices of one client need counts for the first of them. A reduced box counts once,
+            if the client did not hold all terms.
     """
 
     device: str
@@ -88,7 +88,7 @@ class Explanation:
         target: The layout after.
         shape: Global shape.
         dtype: The tensor's dtype.
-        steps: In order; none if nothing has to be done.
+        steps: In order; none if the layouts are equal.
         devices: Sums over the steps, and the lower bounds of the whole change. The devices of the target come first, in
             mesh order; then devices that only take part in between.
     """
@@ -140,7 +140,7 @@ def _row(name: str, client: int | str, sums: Traffic | Explanation) -> tuple[str
 
 
 def received_picture(explanation: Explanation) -> str:
-    """Draw the bytes that each device receives; a line marks the fewest that it could."""
+    """Draw the bytes that each device receives; a line marks the fewest possible."""
     devices = explanation.devices[:MAX_TEXT_DEVICES]
     change = f"{_brief(explanation.source)} -> {_brief(explanation.target)}"
     picture = Picture(f"Bytes received: {change}", _LEFT + _WIDTH + 120, 94 + len(devices) * _LINE)
@@ -163,8 +163,8 @@ def received_picture(explanation: Explanation) -> str:
 def explain(source: Layout, target: Layout, shape: Sequence[int], dtype: torch.dtype) -> Explanation:
     """Explain how `redistribute` would bring a tensor into another layout, for all clients. Sends nothing.
 
-    Neither the devices nor a process group need exist. The plan cache is left alone. Takes as long as planning for
-    every client.
+    Neither the devices nor a process group need exist. The plan cache stays unchanged. The call takes as long as
+    planning for every client.
 
     Args:
         source: The layout before.
@@ -223,7 +223,7 @@ def _add(numbers: dict[int, int], moves: Iterable[Move]) -> None:
 
 
 def _keeps_components(plan: ExchangePlan, source: Layout, target: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether the new components are old ones, so that nothing is copied."""
+    """Tell whether the new components are old components, without a copy."""
     return plan.is_local and all(
         move.region == source.region(move.source, shape) == target.region(move.target, shape) for move in plan.copies
     )

@@ -1,4 +1,4 @@
-"""Track which module runs: forward, backward, or forward again in a backward pass (activation checkpointing)."""
+"""Track the running module: forward, backward, or forward again in a backward pass (activation checkpointing)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GLOBAL = "Global"
 
 @dataclass(frozen=True, slots=True)
 class ModulePosition:
-    """Which module the program runs.
+    """The module that the program runs.
 
     Args:
         module: Name of the innermost module.
@@ -65,8 +65,8 @@ class ModuleTracker:
     """Tracks the modules that run while `tracking`, by hooks that hold for all modules.
 
     The hooks run no operator on a module's tensors. Hooks on the autograd nodes that made a module's inputs and outputs
-    track the backward pass. A module none of whose inputs needs a gradient counts as running until another module is
-    entered, or the pass ends.
+    track the backward pass. If no input of a module needs a gradient, the module counts as running until the pass
+    enters another module, or ends.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class ModuleTracker:
         # Modules that run forward, each with the backward pass that it runs in, -1 for none.
         self._forward: list[tuple[str, int]] = []
         self._backward = GLOBAL
-        # When a module was entered backward last: in which pass, and by which node.
+        # By module, the pass and the node of its last backward entry.
         self._turn: tuple[int, object] = (-1, None)
         self._run = object()
 
@@ -101,7 +101,7 @@ class ModuleTracker:
             self._run = object()  # hooks on nodes outlive the body, and do nothing from now on
 
     def position(self) -> ModulePosition:
-        """Return which module this thread runs."""
+        """Return the module that this thread runs."""
         this_pass = _backward_pass()
         running = [name for name, its_pass in self._forward if its_pass == this_pass]
         if running and this_pass == -1:

@@ -1,4 +1,4 @@
-"""Statistics of operators (how often each ran by which route) and of the cache of redistribution plans."""
+"""Statistics of operators (how often each ran by each route) and of the cache of redistribution plans."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ ROUTES = ("rule", "decomposition", "replication")
 def operator_statistics() -> dict[str, dict[str, int]]:
     """Return how often each operator ran by each route in this process, since `clear_operator_statistics`.
 
-    By the route ``rule`` each device worked on its component. By ``decomposition`` other operators did the work, which
-    count too. By ``replication`` each device worked on the whole tensors; ``dtckpt.dtensor.operators`` logs this once
-    per operator.
+    Route ``rule``: each device worked on its component. Route ``decomposition``: other operators did the work, and they
+    count, too. Route ``replication``: each device worked on the whole tensors; ``dtckpt.dtensor.operators`` logs this
+    once per operator.
     """
     statistics: dict[str, dict[str, int]] = {}
     for (func, route), number in sorted(dispatch.counts().items(), key=lambda item: str(item[0][0])):

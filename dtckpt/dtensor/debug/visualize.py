@@ -1,4 +1,4 @@
-"""Visualize shardings: which device holds which region of a tensor, in the terminal, as SVG and as HTML."""
+"""Visualize shardings: the region of a tensor that each device holds, in the terminal, as SVG and as HTML."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _subject_of(tensor: DTensor | Layout, shape: Sequence[int] | None) -> Subjec
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = False) -> None:
-    """Print which device holds which region of a tensor, once per mesh.
+    """Print the region of a tensor that each device holds, once per mesh.
 
     The client that owns the mesh's first device prints, the others do nothing; no client waits for another. The
     function draws tensors with two or three dims. For other tensors, and for very fine cuts, it prints a list of
@@ -35,7 +35,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
     Args:
         dtensor: The tensor.
         header: Text to print above.
-        use_rich: Colour the regions, where the terminal can show colours.
+        use_rich: Colour the regions, if the terminal can show colours.
 
     Raises:
         LayoutError: The argument is no DTensor.
@@ -47,10 +47,10 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool = Fals
 
 
 def sharding_svg(dtensor_or_layout: DTensor | Layout, shape: Sequence[int] | None = None, title: str = "") -> str:
-    """Draw which device holds which region, as an SVG picture.
+    """Draw the region that each device holds, as an SVG picture.
 
-    Each distinct region is one cell, with a colour and the devices that hold it, as far as there is room (its tooltip
-    has all of them). Empty regions are dashed cells below the drawing.
+    Each distinct region is one cell, with a colour and the devices that hold it, as far as there is room. The tooltip
+    has all these devices. Empty regions are dashed cells below the drawing.
 
     Of three dims, every chunk of the first one gets a panel.
     Long dims are shortened and very short chunks widened; the numbers at the edges are indices.

@@ -20,10 +20,10 @@ __all__ = [
 
 @contextmanager
 def implicit_replication() -> Iterator[None]:
-    """Take plain tensors beside DTensors for replicated in a ``with`` block, without comparing the clients' values.
+    """Treat plain tensors beside DTensors as replicated in a ``with`` block, without comparing the clients' values.
 
-    Outside of such a block they count as replicated too, but clients compare their values first. Blocks may be nested,
-    and hold for all threads, as PyTorch's do.
+    Outside of such a block plain tensors also count as replicated, but clients compare their values first. Blocks may
+    be nested, and hold for all threads, as in PyTorch.
     """
     with trust_plain_tensors_in_all_threads():
         yield

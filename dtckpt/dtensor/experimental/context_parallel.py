@@ -32,17 +32,17 @@ def context_parallel(
 ) -> Iterator[None]:
     """Split sequences over the clients of a mesh in a ``with`` block, in which attention reaches the whole sequence.
 
-    Each client has two chunks of a sequence, one from the front and one from the back, so that causal attention is the
-    same work for all. In the block, ``scaled_dot_product_attention`` takes plain tensors for such parts of a sequence;
-    they are of shape (batch, heads, length, features). Other functions work on this client's part alone.
+    Each client has two chunks of a sequence, one from the front and one from the back, so that causal attention is
+    equal work for all clients. In the block, ``scaled_dot_product_attention`` treats plain tensors as such parts of a
+    sequence, of shape (batch, heads, length, features). Other functions work on this client's part alone.
 
     Collective: Over the mesh's clients, with buffers of the same shapes in the same order, for attention, its backward
-    pass, and at the end. If the block raises, nothing is exchanged, and buffers become as they were at the start.
+    pass, and at the end. If the block raises, clients exchange nothing, and buffers return to their state at the start.
 
     Args:
         mesh: A mesh of one axis, with one device per client.
-        buffers: Plain tensors, the same on every client. In the block each holds this client's part of the sequence.
-        buffer_seq_dims: Which dim of every buffer is the sequence.
+        buffers: Plain tensors, equal on every client. In the block each holds this client's part of the sequence.
+        buffer_seq_dims: The sequence dim of every buffer.
         no_restore_buffers: Buffers that stay parts at the end; the other buffers become whole again.
 
     Raises:
@@ -57,7 +57,7 @@ def context_parallel(
     if not stay <= {id(one) for one in tensors}:
         raise LayoutError("no_restore_buffers: got a tensor that is not among the buffers")
     lengths = [one.shape[dim] for one, dim in zip(tensors, dims, strict=True)]
-    # Parts of one size tell how long the sequence is; for others, clients ask each other at every attention.
+    # Parts of one size determine the length of the sequence; otherwise, clients exchange lengths at every attention.
     is_even = all(length % (2 * len(ring.clients)) == 0 for length in lengths)
     # Other tensors with the same memory: they keep it while each buffer itself becomes the part.
     whole = [one.detach() for one in tensors]
@@ -90,7 +90,7 @@ def context_parallel_unshard(
     Args:
         mesh: As there.
         buffers: This client's parts.
-        seq_dims: Which dim of every part is the sequence.
+        seq_dims: The sequence dim of every part.
     """
     ring = _ring_of(require_mesh(mesh))
     dims = _sequence_dims(buffers, seq_dims, may_require_grad=True)
@@ -215,7 +215,7 @@ class _RingAttentionMode(TorchFunctionMode):
         return result
 
     def _runs(self, own: list[int]) -> list[tuple[tuple[tuple[int, int], ...], ...]]:
-        """Return every client's runs of sequences of which this client's parts have these lengths.
+        """Return every client's runs of sequences, given the lengths of this client's parts.
 
         Raises:
             OperatorError: The lengths do not belong to the parts of one sequence.

@@ -48,8 +48,8 @@ def local_map(
 
     Args:
         func: Takes and returns plain tensors, other values, and trees of these.
-        out_placements: A tuple of one entry per value in the flattened result, or a list of placements for the only
-            one. None for a value that is no tensor; for a tensor None means replicated.
+        out_placements: A tuple of one entry per value in the flattened result, or a list of placements for a single
+            value. None for a value that is no tensor; for a tensor None means replicated.
         in_placements: One entry per value in the flattened positional arguments; None for a value that is no DTensor.
             The entry of a plain tensor does not matter.
         in_grad_placements: Placements of the components' gradients, one entry per value likewise; None means the
@@ -128,7 +128,7 @@ def _entries(name: str, placements: Any, count: int) -> list[Placements] | None:
 
 @contextmanager
 def _reported(meshes: Sequence[Mesh]) -> Iterator[None]:
-    """Report errors of the body to the clients of meshes: they are facts of this client, and the others may go on."""
+    """Report errors of the body to the clients of meshes: only this client has them, and the others may go on."""
     try:
         yield
     except DtckptError as error:
@@ -160,7 +160,7 @@ def _layout_for(number: int, value: Any, placements: Placements, is_redistribute
 
 
 def _parts(tensor: DTensor, gradient: Placements) -> Sequence[torch.Tensor]:
-    """Return a tensor's components, which may be written to; on a client outside the mesh, one without elements."""
+    """Return a tensor's components for reads and writes; on a client outside the mesh, one without elements."""
     # The function may write to its arguments in place, for one device at a time.
     unshare(tensor)
     layout = (

@@ -1,7 +1,7 @@
 """`register_sharding`: define how an operator may be sharded, by a function of the program.
 
-The function returns rows: along one mesh axis, with these placements of the arguments, the results have those. For each
-axis of the mesh the cheapest row is taken.
+The function returns rows. A row has placements of the arguments along one mesh axis, and the resulting placements of
+the results. For each axis of the mesh the strategy takes the cheapest row.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ Function = Callable[..., Sequence[Row]]
 def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Function]:
     """Return a decorator for a function that defines how operators may be sharded. The function replaces their rules.
 
-    The function takes the arguments of the operator, with an `OperandSpec` in place of each tensor. The return value is
-    pairs: the placements of the results and the placements of the arguments, along one mesh axis. Along each axis of a
-    mesh any pair may be taken. The placements of arguments are in the order in which arguments are passed, those by
-    name last; None, or nothing, stands for a value that is no tensor. When the operator runs on a device's pieces of
-    the arguments, the result must be that device's piece of the results.
+    The function takes the arguments of the operator, with an `OperandSpec` in place of each tensor. The result is
+    pairs: the placements of the results and the placements of the arguments, along one mesh axis. Each axis of a mesh
+    may use any pair. The placements of arguments are in the order of the call, arguments by name last; None, or
+    nothing, stands for a value that is no tensor. When the operator runs on a device's pieces of the arguments, the
+    result must be that device's piece of the results.
 
-    The cheapest pair is taken. If no pair fits, everything is replicated. A pair fits if each shard has elements, and
-    tensors that the operator writes to keep their layouts.
+    Each axis takes the cheapest pair that fits. If no pair fits, all tensors are replicated. A pair fits if each shard
+    has elements, and tensors that the operator writes to keep their layouts.
 
     Args:
         op: An operator (``torch.ops.….default``), also a custom one, or several.
@@ -94,7 +94,7 @@ def register_sharding(op: Operator | list[Operator]) -> Callable[[Function], Fun
     def register(function: Function) -> Function:
         for one in operators:
             registry.PLANNERS[one] = partial(RegisteredPlan, function=function)
-        # Plans made before would still run the operators by their old rules.
+        # Earlier plans would still run the operators by their old rules.
         dispatch.clear_plans()
         return function
 
@@ -240,7 +240,7 @@ class _UnplacedCall:
             fitting = [row for row in rows if self._fits(row, chosen, mesh)]
             if not fitting:
                 return None
-            # Axis by axis: to try all combinations would take rows to the power of axes.
+            # Axis by axis: a search of all combinations would take rows to the power of axes.
             chosen.append(min(fitting, key=lambda row: self._cost(row, axis, mesh.size(axis))))
         operands = [
             Layout.from_placements(mesh, [row[1][number] for row in chosen], tensor.ndim)
@@ -269,8 +269,7 @@ class _UnplacedCall:
             for number, tensor in enumerate(shaped):
                 new = row[side][number]
                 if isinstance(new, Shard):
-                    # Axes chosen so far that split the same dim: together they may leave a shard without elements,
-                    # though none does alone.
+                    # Axes chosen so far that split the same dim: only together they may leave a shard without elements.
                     before = [mesh.size(other) for other, one in enumerate(chosen) if one[side][number] == new]
                     if not has_no_empty_piece(tensor.shape[new.dim], (*before, mesh.size(axis))):
                         return False

@@ -33,8 +33,8 @@ _ROWS = 1024
 def runs_of(length: int, position: int, count: int, *, is_balanced: bool = True) -> list[Run]:
     """Return the runs of the sequence that one client has, in the order in which it has them.
 
-    Balanced, the sequence is cut into ``2 * count`` chunks, as by ``torch.chunk``. A client has one chunk counted from
-    the front and one counted from the back, so that causal attention is the same work for all:
+    If balanced, the sequence is cut into ``2 * count`` chunks, as by ``torch.chunk``. A client has one chunk counted
+    from the front and one counted from the back, so that causal attention is equal work for all:
 
         chunks    0 1 2 3 4 5
         clients   0 1 2 2 1 0
@@ -103,7 +103,7 @@ class Ring:
         Args:
             tensors: Of shape (batch, heads, length, features), from the client ``step`` positions before.
             lengths: Length of every client's part of the sequence, by position in the ring.
-            step: How many positions the tensors have come already.
+            step: Number of positions that the tensors have moved already.
             tag: Keeps apart messages that are in flight together.
         """
         count = len(self.clients)
@@ -141,7 +141,7 @@ class RingShift:
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """Which positions each client has, and which runs attend to which at each step.
+    """The positions of each client, and the runs that attend to each other at each step.
 
     Args:
         ring: The clients.
@@ -163,7 +163,7 @@ class RingSchedule:
         return [sum(stop - start for start, stop in runs) for runs in self.keys]
 
     def pairs(self, step: int) -> list[tuple[slice, slice, bool]]:
-        """Return which of this client's queries attend to which of the keys that it has at a step.
+        """Return the pairs of this client's queries and its keys at a step that attend to each other.
 
         Returns:
             Rows of the queries, columns of the keys, and whether they attend causally, for every pair of runs.
@@ -195,8 +195,8 @@ class RingAttention(torch.autograd.Function):
     """Attention of this client's queries to the keys of all clients.
 
     Query, key and value are of shape (batch, heads, length, features). In the backward pass keys and values go round
-    again, and their gradients follow them. Each client adds its part and shifts them on; the last shift brings them
-    home.
+    again, and their gradients follow them. Each client adds its part to the gradients and shifts them on. The last
+    shift returns them to their own clients.
 
     Collective: Over the ring's clients, forward and backward.
     """

@@ -33,7 +33,7 @@ DEVICE_DEPENDENT = frozenset(
         "replication_pad3d",
     )
 )
-"""Operators the strides of whose results depend on the device, so that a fake tensor has to tell them."""
+"""Operators whose results have strides that depend on the device, so only a fake tensor has them."""
 
 
 def _as_pair(result: torch.Tensor, one: torch.Tensor, other: Any, *_: Any) -> torch.Tensor:
@@ -182,7 +182,7 @@ _UNDECLARED_VIEWS = frozenset(
         torch.ops.aten.unsafe_split_with_sizes.default,
     }
 )
-"""Operators whose schemas promise copies, and whose results share memory with the source, so that writes reach it."""
+"""Operators whose schemas promise copies, but whose results share memory with the source, so that writes reach it."""
 
 
 _COPIES_OF_STORAGE = frozenset(
@@ -275,7 +275,7 @@ class Call:
         return all(number - number == 0 and (number != 0 or not is_division) for number in numbers)
 
     def operands(self, /, **by_name: Any) -> tuple[Any, ...]:
-        """Return values that are given by argument name in the order of `tensors`; for an argument that is None, none.
+        """Return values by argument name in the order of `tensors`, without values for an argument that is None.
 
         Args:
             by_name: A value for every tensor argument; for a list of tensors, a sequence of values.
@@ -324,13 +324,13 @@ def run_on_meta(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], 
     results = correct_strides(func, func(*meta_args, **meta_kwargs), meta_args)
     if any(tensor.numel() for tensor in (*tensors, *tensors_in([results]))):
         return results
-    # Without elements the operator itself costs nothing, and tells strides that some meta kernels get wrong then.
+    # Without elements the operator itself costs nothing, and its strides are right, unlike those of some meta kernels.
     plain_args, plain_kwargs = _with_empty_tensors(args, kwargs, tensors, torch.device("cpu"))
     return func(*plain_args, **{**plain_kwargs, **{name: torch.device("cpu") for name in kwargs if name == "device"}})
 
 
 _SMALL = 1 << 12
-"""Elements of a result, up to which an operator on elements runs itself: that takes less time than its meta kernel."""
+"""Up to so many elements of a result, an operator on elements runs itself, which is faster than its meta kernel."""
 
 
 def _small_ones(func: Operator, tensors: Sequence[DTensor]) -> list[torch.Tensor]:

@@ -10,8 +10,8 @@
                                    v                                                | 2. rule, if there is one that fits
                                plan.run  <------------------- _PLANS[key] = plan <--+ 3. replication
 
-The first run of a kind of call chooses layouts, which is slow; all later ones cost a look-up. So a plan may depend on
-nothing but the key. Of a float the key has the type, and whether it is zero or not finite. So a learning rate that
+The first run of a kind of call chooses layouts, which is slow; all later runs cost a look-up. So a plan may depend only
+on the key. For a float the key has the type, and whether the float is zero or not finite. So a learning rate that
 changes at every step makes no new plans, and rules must not read the number.
 """
 
@@ -56,7 +56,7 @@ assert rules  # noqa: S101  (importing them fills the table)
 _LOG = logging.getLogger("dtckpt.dtensor.operators")
 
 _BOUND = 1 << 14
-"""Number of plans at which all are forgotten."""
+"""Largest number of plans; then all are forgotten."""
 
 _ZERO = object()
 _INFINITE = object()
@@ -79,7 +79,7 @@ def dispatch(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         kwargs: Arguments by name.
 
     Raises:
-        MeshMismatchError: DTensors are on different meshes; of lists, those at one index.
+        MeshMismatchError: DTensors are on different meshes; in lists, the DTensors at one index.
         LayoutError: An operator would change the shape of a tensor it writes to.
         ReplicaMismatchError: A plain tensor beside DTensors differs between clients.
         OperatorError: ``make_fx`` records operators.
@@ -135,18 +135,18 @@ def _text_of(layout: Layout | None) -> str:
 
 
 def report_failure(error: Exception, what: str, mesh: Mesh) -> None:
-    """Report an error to the other clients, which may not have it, as an index out of range on one client alone.
+    """Report an error to the other clients, which may not have it, such as an index out of range on one client alone.
 
     Without the report they would wait in their next exchange until a timeout.
 
     Blocks: As `redistribution.execute.report_error`.
 
     Args:
-        error: The error; nothing happens if it is one of this library, or was reported before.
+        error: The error; ignored if it is an error of this library, or was reported before.
         what: Name of the failed call, for the message.
-        mesh: Whose clients hear of it.
+        mesh: The mesh whose clients get the report.
     """
-    # Errors of this library are raised on all clients, or reported where they are raised.
+    # All clients raise errors of this library, or report them where they raise them.
     if isinstance(error, DtckptError) or hasattr(error, "is_told"):
         return
     error.is_told = True  # type: ignore[attr-defined]  # The operators that called this one must not report it again.
@@ -231,7 +231,7 @@ def _plan_and_run(
     COUNTS[func, plan.route] += 1
     if plan.route == "replication" and COUNTS[func, plan.route] == 1:
         _LOG.info("operator %s has no rule for such operands: every device computes all of it", func)
-    # Programs whose shapes never repeat would fill the memory with plans.
+    # Programs without repeated shapes would fill the memory with plans.
     if len(_PLANS) >= _BOUND:
         clear_plans()
     _PLANS[key] = plan
@@ -253,7 +253,7 @@ def _has_decomposition(func: Operator) -> bool:
 
 
 def plan_of(call: Call) -> plans.Plan:
-    """Return the plan of a call that no composite takes: by a planner, a rule, or replication."""
+    """Return the plan of a call that no composite accepts: by a planner, a rule, or replication."""
     func = call.func
     if func in PLANNERS:
         planned: plans.Plan = PLANNERS[func](call)

@@ -26,7 +26,7 @@ from dtckpt.layout.mesh import Mesh
 
 @dataclass(frozen=True)
 class MeshGroup:
-    """The part of a call at some indices of its lists, as those whose tensors are on one mesh, or on none.
+    """The part of a call at some indices of its lists, such as all indices with tensors on one mesh, or on none.
 
     Args:
         indices: Its indices in the lists of the call.
@@ -64,7 +64,7 @@ def split_by_mesh(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[MeshGr
 
 
 def split_by_index(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[MeshGroup]:
-    """Return a call's groups if each index of its lists is to be one."""
+    """Return a call's groups, one for each index of its lists."""
     count = len(_lists_of_tensors(args, kwargs)[0])
     return [_group(args, kwargs, [index], count) for index in range(count)]
 

@@ -25,7 +25,7 @@ def to_layouts(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> 
 
     Args:
         tensors: The tensors.
-        layouts: The layout of each; None for one that stays as it is.
+        layouts: The layout of each; None for a tensor that keeps its layout.
     """
     changing = [
         number
@@ -35,7 +35,7 @@ def to_layouts(tensors: Sequence[DTensor], layouts: Sequence[Layout | None]) -> 
     result = list(tensors)
     for number in changing:
         layout = layouts[number]
-        # Along an axis of one device every placement is the same, so the components serve as they are.
+        # Along an axis of one device all placements are the same, so the components serve unchanged.
         if layout is not None and _differs_in_name_only(tensors[number]._layout, layout):
             result[number] = wrap_components(tensors[number].components, _spec_in(tensors[number], layout))
     # All together: their boxes share messages, and clients wait for each other once.
@@ -130,7 +130,7 @@ def common_mesh(what: str, tensors: Sequence[DTensor], mesh: Mesh | None = None)
     """Return the mesh of all tensors.
 
     Args:
-        what: Who needs it, for the error.
+        what: The caller, for the error.
         tensors: The tensors, at least one.
         mesh: A mesh that must be theirs, too.
 
@@ -161,7 +161,7 @@ def replicated_layout(mesh: Mesh, ndim: int) -> Layout:
 
 
 def unshare(tensor: DTensor) -> None:
-    """Give separate memory to components that share it with each other, as components packed from one tensor do.
+    """Give separate memory to components that share memory with each other, such as components packed from one tensor.
 
     Call it before components are written to: each device writes, and shared memory would be written several times. Call
     it also before a view shares memory with components: a program may write through the view.

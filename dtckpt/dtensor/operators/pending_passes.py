@@ -1,7 +1,7 @@
 """Pending values: which reductions may stay pending through a call, given its dtypes and numbers.
 
-A rule's `Passes` hold for numbers that are never rounded. Dtypes round, wrap around and overflow, so the passes of a
-call are those for which the terms may be computed in the operands' dtypes, and reduced in the results'::
+A rule's `Passes` hold for exact numbers. But dtypes round, wrap around and overflow. So a reduction may pass a call
+only if devices may compute terms in the operands' dtypes, and reduce them in the results' dtypes::
 
     reduction           from and to                                            may pass
     any                 one dtype, and the operator only moves elements        yes
@@ -44,7 +44,7 @@ def exact_rule(
         tensors: The rule's operands; by default the call's tensors.
         dtypes: Dtypes of the rule's results; by default those that the operator gives on meta tensors.
     """
-    # A term that is added once is zero elsewhere; times infinity that is NaN, as is the sum of unlike infinities.
+    # A term that is added once is zero elsewhere. Zero times infinity is NaN, and so is a sum of unlike infinities.
     if rule.counted_once and not call.keeps_zeros:
         return replace(rule, contracted={}, passes={})
     operands = call.tensors if tensors is None else tensors
@@ -70,7 +70,7 @@ def exact_rule(
         reduce_op: tuple(group for group in groups if all(passes(reduce_op, operand) for operand in group))
         for reduce_op, groups in rule.passes.items()
     }
-    # An average of integers is rounded: a sum that is pending within it cannot be put off for longer.
+    # An average of integers is rounded: a sum that is pending within it must be reduced before.
     if not exact.get("avg") and any(
         "avg" in ops and not _is_inexact(operands[n].dtype) for n, ops in enumerate(pending)
     ):
@@ -100,7 +100,7 @@ def can_reduce(reduce_op: str, dtype: torch.dtype) -> bool:
 
 @cache  # bounded, as above
 def _commutes(reduce_op: str, source: torch.dtype, target: torch.dtype, is_move: bool) -> bool:
-    """Whether the reduction of results is the result of the reduction.
+    """Tell whether an operator's results on terms reduce to its result on the reduced value.
 
     Args:
         reduce_op: The reduction, with which the operator commutes but for dtypes.

@@ -24,7 +24,7 @@ def to_dtensors(tensors: Sequence[torch.Tensor], mesh: Mesh, unread: Sequence[to
     Args:
         tensors: DTensors, which it returns unchanged, and plain tensors.
         mesh: The mesh of the new DTensors.
-        unread: Those whose values do not matter, as nothing but the result is written to them.
+        unread: Tensors that the operator only writes to, so that their values do not matter.
 
     Raises:
         ReplicaMismatchError: The values of a plain tensor differ between clients.
@@ -47,7 +47,7 @@ def to_dtensors(tensors: Sequence[torch.Tensor], mesh: Mesh, unread: Sequence[to
 def _components(tensor: torch.Tensor, mesh: Mesh) -> list[torch.Tensor]:
     """Return a tensor on each of this client's devices: itself where it lies, and copies, each in its own memory."""
     places = [tensor.device if tensor.is_meta else device_of(name) for name in mesh.local_devices()]
-    # Once to each GPU, as mesh devices may share one; from there on it is copied on the GPU.
+    # Once to each GPU, because mesh devices may share one; further copies are made on the GPU.
     brought = {place: _on(place, tensor) for place in dict.fromkeys(places)}
     return [
         brought[place].clone() if place in places[:number] else brought[place] for number, place in enumerate(places)

@@ -62,7 +62,7 @@ _trusting_blocks: set[object] = set()
 
 @contextmanager
 def trust_plain_tensors() -> Iterator[None]:
-    """Within this block, do not compare plain tensors between clients: those beside DTensors are taken to be equal."""
+    """Within this block, assume that plain tensors beside DTensors are equal on all clients, without a comparison."""
     token = _trusts.set(True)
     try:
         yield
@@ -203,7 +203,7 @@ class RulePlan(Plan):
         return results
 
     def _write_on_devices(self, components: Sequence[Sequence[torch.Tensor]], args: Args, kwargs: Kwargs) -> None:
-        """Run the operator on all devices, also if a device fails: it may have written, and copies stay equal."""
+        """Run the operator on all devices, even after one fails: it may have written, and copies must stay equal."""
         error = None
         for device in range(len(components[0])):
             try:
@@ -247,7 +247,7 @@ class RulePlan(Plan):
         first = outputs[0]
         if isinstance(first, torch.Tensor):
             return self._wrap(0, outputs, start)
-        # Results of the rule are numbered without the values that are no tensors, as None and numbers.
+        # Numbers of the rule's results leave out values that are no tensors, such as None and numbers.
         numbers = iter(range(len(self._results)))
         results = [
             self._wrap(next(numbers), [output[position] for output in outputs], start)
@@ -271,11 +271,11 @@ class RulePlan(Plan):
         return wrap_components(components, result_spec, offset=offset)
 
     def _track_views(self, results: Any, args: Args, kwargs: Kwargs, source: DTensor) -> None:
-        """Have views share writes with their source: by memory if they share it, else by `view_tracking`."""
+        """Let views share writes with their source: by shared memory if there is any, else by `view_tracking`."""
         may_share = self._is_local and not self._makes_copy and source._view is None
         for number, result in enumerate([results] if isinstance(results, DTensor) else results):
-            # A component may have had to be copied, as where its strides do not allow the view. Clients may differ in
-            # this, since nothing is exchanged for such a view.
+            # A component may be a copy, if its strides do not allow the view. Clients may differ in this, because they
+            # exchange nothing for such a view.
             if may_share and (not self._may_copy or view_tracking.share_memory(result, source)):
                 view_tracking.share_writes(result, source, is_detached=self.func is torch.ops.aten.detach.default)
                 continue
@@ -377,7 +377,7 @@ def results_without_devices(
             f"operator {func}: got a call on a client that has no device in mesh {mesh.name!r} {mesh.axis_sizes} of "
             f"clients {capped(mesh.clients)}, expected one of these, as the result is no tensor but a value"
         )
-    # Such a client must not skip the call: results are DTensors on it too, as the next operators need them.
+    # Such a client must not skip the call: the next operators need its results, which are DTensors, too.
     remaining = iter(layouts)
 
     def wrap(result: Any) -> Any:
@@ -405,8 +405,8 @@ class CompositePlan(Plan):
     @override
     def run(self, args: Args, kwargs: Kwargs, tensors: Sequence[DTensor]) -> Any:
         del tensors
-        # Plain tensors that the function makes follow from its arguments, so all clients make the same: to compare them
-        # would take a collective for each.
+        # Plain tensors that the function makes follow from its arguments, so they are equal on all clients. A
+        # comparison would take a collective for each.
         with trust_plain_tensors():
             results = self.function(*args, **kwargs)
         if self._strides is None and results is not NotImplemented:
@@ -442,8 +442,8 @@ def become(tensor: DTensor, source: DTensor) -> None:
 class WriteResultPlan(Plan):
     """Compute an operator's result, and write it to the first argument or to ``out``, whose layout stays.
 
-    The plan serves all operators with ``out``, and operators in place whose rule does not let the first argument keep
-    its layout.
+    The plan serves all operators with ``out``, and in-place operators whose rule would change the layout of the first
+    argument.
     """
 
     route = "rule"

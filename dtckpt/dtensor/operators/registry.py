@@ -1,7 +1,7 @@
-"""The tables of operators: those with a rule, those done by other operators, those with a planner.
+"""The tables of operators: with a rule, by other operators (composites), and with a planner.
 
-All others run by replication. `rule`, `composite`, `before_autograd` and `kernel` are the decorators that the modules
-of `rules` use.
+All other operators run by replication. `rule`, `composite`, `before_autograd` and `kernel` are the decorators that the
+modules of `rules` use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtckpt.dtensor.operators.rule_builders import pointwise
 from dtckpt.dtensor.tensor import EARLY_KEY, EARLY_KEY_NAME
 
 Builder = Callable[[Call], Rule | None]
-"""Makes the rule of a call; returns None if there is none for such arguments."""
+"""Makes the rule of a call; returns None if there is no rule for such arguments."""
 
 RULES: dict[Operator, Builder] = {}
 """Operators with a rule, as ``mm``."""
@@ -49,9 +49,9 @@ def rule(*operators: Operator) -> Callable[[_B], _B]:
 def composite(*operators: Operator) -> Callable[[_F], _F]:
     """Register a function of DTensors that does the work of operators by other operators.
 
-    The function gets the operator's arguments. To decline a call, the function returns ``NotImplemented`` before it has
-    done anything. Whether it declines may depend on shapes, dtypes, layouts and on arguments that are no floats: the
-    first call decides for all of its kind.
+    The function gets the operator's arguments. To decline a call, the function returns ``NotImplemented`` before any
+    other work. This decision may depend on shapes, dtypes, layouts and on arguments that are no floats, because the
+    first call of a kind decides for all.
     """
 
     def register(function: _F) -> _F:

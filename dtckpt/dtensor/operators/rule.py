@@ -1,6 +1,6 @@
 """Sharding rules: which dims of an operator's operands and results belong together.
 
-A rule names *factors*. A factor is a direction in which the operator does independent work; every dim of an operand or
+A rule names *factors*. A factor is a direction in which the operator does independent work. Every dim of an operand or
 a result is a list of factors, major first. Matrix multiplication has three::
 
     mm:  (m, k) x (k, n) -> (m, n)        factors 0 = m, 1 = k, 2 = n
@@ -81,11 +81,11 @@ class Rule:
             too, else each device would add them once. ``addmm``: the first operand.
         replicated_results: Results that every device computes alike, although they lack the sharded factors. Flash
             attention: the seed of its dropout.
-        shape_only_operands: Operands of which the operator reads the shape and no value, so they may be pending in any
-            way. ``zeros_like``: the first operand.
+        shape_only_operands: Operands of which the operator reads only the shape, so any reduction of theirs may be
+            pending. ``zeros_like``: the first operand.
         any_layout_operands: Operands of which the operator reads neither values nor the shape of components, so they
             stay in any layout. ``new_zeros`` with another shape: the first operand.
-        costly_to_move: Operands that are likely to be large, as tables are. If such an operand has to move, its cost is
+        costly_to_move: Operands that are likely to be large, as tables are. If such an operand must move, its cost is
             the cost of gathering the operand and its gradient. ``embedding``: the table.
         local_size_args: Arguments that spell a result's shape, each with that result's number: every device passes
             the shape of its component instead. ``view``: ``(("size", 0),)``.
@@ -94,8 +94,8 @@ class Rule:
             count.
         takes_offsets: Whether ``local`` takes ``offsets``: for every operand, the global index at which the device's
             component begins. ``triu``: it shifts the diagonal.
-        makes_copy: Whether ``local`` returns new memory although the operator returns a view. Empty components do not
-            show it, so the rule has to say it. ``_conj``: components are conjugated at once.
+        makes_copy: Whether ``local`` returns new memory although the operator returns a view. The rule has to declare
+            this, because empty components do not show it. ``_conj``: components are conjugated at once.
     """
 
     sizes: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Rule builders: the ways to write an operator's sharding rule, on one page.
 
-A function under `dtckpt.dtensor.operators.registry.rule` gets a `Call` and returns its `Rule`, or None where there is
-no rule for such arguments. Take the first of these builders that fits the operator:
+A function under `dtckpt.dtensor.operators.registry.rule` gets a `Call` and returns its `Rule`, or None if there is no
+rule for such arguments. Take the first of these builders that fits the operator:
 
 ================  =========================================  ===================================================
 builder           the operator                               example
@@ -24,8 +24,8 @@ builder           the operator                               example
 ``dataclasses.replace`` sets the fields of a rule for which its builder has no parameter, as ``local``. `wrap_dim`,
 `unlabel_dims` and `drop_dim` help to write labels.
 
-`batched` and `from_labels` ask PyTorch for the shapes of results, by running the operator on meta tensors. So a rule
-cannot get them wrong, and PyTorch refuses wrong arguments in its own words before anything moves.
+`batched` and `from_labels` run the operator on meta tensors to get the shapes of results from PyTorch. So a rule cannot
+get shapes wrong, and PyTorch refuses wrong arguments with its own error before any data moves.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def batched(
     shape_only_operands: Collection[int] = (),
     local_size_args: tuple[tuple[str, int], ...] = (),
 ) -> Rule | None:
-    """Return the rule of an operator that treats every item of a batch alike; None if the batches do not fit.
+    """Return the rule of an operator that treats all items of a batch in the same way; None if the batches do not fit.
 
     The batch is the leading dims, which are broadcast and may be split. An item is the last dims, which must be whole.
 
@@ -312,7 +312,7 @@ def num_space_dims(func: Operator) -> int:
 # --- labels -------------------------------------------------------------------------------------------------------
 
 Labels = Sequence[Hashable | None]
-"""A label for every dim of a tensor; None for a dim that is like no other and must be whole."""
+"""A label for every dim of a tensor; None for a dim that matches no other dim and must be whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +434,7 @@ def completed_by_sum(call: Call, dim: Hashable) -> dict[Hashable, str]:
 
 
 def masked_lookup(unmasked: Rule | None, dim: int, size: int, lookup: Lookup) -> Rule | None:
-    """Return a rule by which each device takes the elements that its component has, and -0.0 for all others.
+    """Return a rule by which each device takes its component's elements, and -0.0 for all others.
 
     Every reduction but a product may stay pending.
 

@@ -1,8 +1,8 @@
 """Sharding strategy: choose for an operator's call which mesh axis shards which factor, by the cost of communication.
 
-Input are the operator's `Rule` and the operands' layouts; output are the layouts to redistribute the operands to, and
-those that the results then have (`Choice`). Axes are decided one after another, in the mesh's order. For each, the
-candidates are: leave a pending reduction pending, replicate, or shard one of the rule's factors. The cheapest wins::
+The input is the operator's `Rule` and the operands' layouts. The output is the new layouts of the operands and the
+layouts of the results (`Choice`). The strategy decides the axes one after another, in the mesh's order. The candidates
+for an axis are: leave a pending reduction pending, replicate, or shard one of the rule's factors. The cheapest wins::
 
     mm of (m, k) and (k, n), axis "x" of size 4; the left operand is split along k, the right one is replicated
 
@@ -11,8 +11,8 @@ candidates are: leave a pending reduction pending, replicate, or shard one of th
     shard m         all-to-all          stays             split along m     all-to-all of the left operand
     shard k         stays               slice, for free   pending sum       all-reduce of the result, later
 
-Every client computes the choice by itself, from layouts and sizes alone, and all must get the same. So ties go to the
-first candidate, and nothing here depends on values, on the client, or on time.
+Every client computes the choice by itself, from layouts and sizes alone, and all must get the same choice. So ties go
+to the first candidate, and no choice depends on values, on the client, or on time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtckpt.layout.layout import UNSHARDED, Layout
 from dtckpt.layout.mesh import Mesh
 
 _LATENCY_NBYTES = 1 << 16
-"""Cost of an exchange however little it moves: the bytes that could be moved in the time that it takes."""
+"""Fixed cost of an exchange, in the bytes that could move in the same time."""
 
 _AxisUse = int | str | None
 """How a mesh axis treats a tensor: it splits the dim of this number, leaves this reduction pending, or replicates."""
@@ -38,7 +38,7 @@ class Choice:
     """How to run a call.
 
     Args:
-        operands: Layout to redistribute each operand to; None if the operand stays as it is.
+        operands: New layout of each operand; None if the operand keeps its layout.
         results: Layout that each result then has.
     """
 
@@ -74,7 +74,7 @@ def choose_layouts(
         is_in_place: Whether the first operand must keep its layout, and the result must have it too.
 
     Returns:
-        The choice; None if ``is_in_place`` and no candidate leaves the first operand as it is.
+        The choice; None if ``is_in_place`` and no candidate keeps the layout of the first operand.
     """
     if _is_elementwise(rule, layouts):
         return Choice((None,) * len(layouts), (layouts[0],) * len(rule.results))
@@ -100,9 +100,10 @@ def choose_layouts(
 
 
 def _is_elementwise(rule: Rule, layouts: Sequence[Layout]) -> bool:
-    """Whether all operands lie alike, nothing is pending, and all results have their dims: then everything stays.
+    """Tell whether all layouts may stay: operands are laid out alike, without pending terms, and so are results.
 
-    The search below would find the same. Most operators of an optimizer are such, and each of them needs a plan.
+    The search below would find the same. Most operators of an optimizer are of this kind, and each of them needs a
+    plan.
     """
     first, dims = layouts[0], rule.operands[0]
     return (
@@ -222,17 +223,17 @@ def _cost(rule: Rule, candidate: _Candidate, size: int, uses: Sequence[_AxisUse]
         elif source != target:
             cost += 1.0
     if candidate.reduction is not None:
-        # A contraction makes a new pending result: reckon with an all-reduce. A reduction that the operator only passes
-        # on may go on waiting, as through a copy: it costs a reduce-scatter at the least.
+        # A contraction makes a new pending result: reckon with an all-reduce. A reduction that only passes through the
+        # operator, as through a copy, may stay pending: it costs at least a reduce-scatter.
         target = None if candidate.factor is not None else 0
         nbytes_pending = math.ceil(nbytes[-1] * _pending_fraction(rule, candidate.factor))
-        # Along one device a reduction is never carried out, which is cheaper than to relabel an operand (1.0).
+        # Along one device no reduction takes place, which is cheaper than a new label for an operand (1.0).
         cost += move_cost(candidate.reduction, target, size, nbytes_pending) if size > 1 else 0.5
     return cost
 
 
 def _pending_fraction(rule: Rule, factor: int | None) -> float:
-    """Return which part of the results' elements waits for a reduction if an axis shards a factor."""
+    """Return the part of the results' elements that waits for a reduction if an axis shards a factor."""
     sizes = [math.prod(rule.shape(number)) for number in range(len(rule.results))]
     pending = [size for size, dims in zip(sizes, rule.results, strict=True) if _dim_of(factor, dims) is None]
     return sum(pending) / max(sum(sizes), 1)
@@ -257,7 +258,7 @@ def move_cost(source: _AxisUse, target: _AxisUse, size: int, nbytes: int) -> flo
     if source == target or source is None:
         return 0.0
     if size == 1:
-        return 1.0  # Nothing moves, but a tensor that can stay as it is had better stay.
+        return 1.0  # Nothing moves, but prefer that a tensor keeps its layout.
     received = nbytes * (size - 1) / size
     if isinstance(source, int):
         return _LATENCY_NBYTES + (received / size if isinstance(target, int) else received)

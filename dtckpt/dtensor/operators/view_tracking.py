@@ -13,14 +13,14 @@ components and a `View`, which records how it was made::
     differs from ``count``, so `View.refresh`      goes up for the other views
     runs the operator again
 
-If each component of the view follows from the source's component on the same device, as in a conjugate, nothing is
-exchanged. Each client may then decide for itself whether its components share memory: `View.local` is set.
+If each component of the view follows from the source's component on the same device, as in a conjugate, clients
+exchange no values. Then each client may decide for itself whether its components share memory: `View.local` is set.
 
 Invariant: a source and all its views, tracked or not, share one write counter (`write_counter`).
 
-Autograd makes a view again from its base after a write to their memory: it calls the view operators on the base as it
-is then. So the base and the view must keep their shapes: `note_reshape` and `validate_write` refuse changes that would
-give a view the gradient of other elements.
+After a write to the memory of a view and its base, autograd makes the view again: it calls the view operators on the
+current base. So the base and the view must keep their shapes: `note_reshape` and `validate_write` refuse changes that
+would give a view the gradient of other elements.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class View:
         func: The view operator.
         args: Its positional arguments, the source first.
         kwargs: Its arguments by name.
-        number: Which of the operator's results the view is; None if it returns one tensor.
+        number: Position of the view among the operator's results; None if it returns one tensor.
         count: State of the write counter when the view's components were computed.
         local: Makes a component of the view from one of the source; None if values move between devices.
     """
@@ -74,7 +74,7 @@ class View:
         return self.pick(self.func(tensor, *(args or self.args)[1:], **self.kwargs))
 
     def pick(self, results: Any) -> Any:
-        """Return the one of the operator's results that is the view."""
+        """Return the view from the operator's results."""
         return results if self.number is None else results[self.number]
 
     def on(self, source: DTensor) -> View:
@@ -140,7 +140,7 @@ def count_write(tensor: DTensor) -> None:
 
 
 def share_memory(one: DTensor, other: DTensor) -> bool:
-    """Whether each component of a tensor shares memory with one of another; those without memory count as sharing."""
+    """Tell whether each component shares memory with one of another tensor, or has no memory."""
     return all(map(have_one_memory, one._components, other._components))
 
 
@@ -205,7 +205,7 @@ def _live(views: Views) -> list[DTensor]:
 
 
 def note_reshape(tensor: DTensor, what: object) -> None:
-    """Check that a tensor may get another shape in place, and note that a view gets one.
+    """Check that a tensor may get another shape in place, and note this change for a view.
 
     Args:
         tensor: The tensor, before it gets its new shape.
@@ -303,14 +303,14 @@ def alias_of(tensor: DTensor, offset: int | None = None) -> DTensor:
 
 
 def become_alias(tensor: DTensor, source: DTensor) -> None:
-    """Give a tensor components, layout and write counter of another one, of whose shape and storage it is already."""
+    """Give a tensor components, layout and write counter of another tensor with the same shape and storage."""
     alias = alias_of(source)
     tensor._components, tensor._layout, tensor._spec = alias._components, alias._layout, None
     tensor._view, tensor._writes = alias._view, alias._writes
 
 
 def differentiable_alias(tensor: DTensor) -> DTensor:
-    """Return another DTensor with the same components and layout. Differentiable; not a view in autograd's eyes."""
+    """Return another DTensor with the same components and layout. Differentiable; no view to autograd."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         alias: DTensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return alias
@@ -330,7 +330,7 @@ class _Alias(torch.autograd.Function):
 
 
 def _detached(tensor: DTensor) -> DTensor:
-    """Return the tensor without gradients: the very components, and one version counter, which autograd looks at."""
+    """Return the tensor without gradients: the same components, and the version counter that autograd checks."""
     alias: Any = tensor.detach()
     alias._components = tensor.components
     return alias  # type: ignore[no-any-return]
@@ -401,8 +401,8 @@ def viewed_indices(call: Call, shape: Sequence[int]) -> range:
 def intersect(indices: range, offset: int, count: int) -> tuple[slice, slice]:
     """Return where indices of a dim and one component of that dim meet: as slices of each.
 
-    With indices 1, 4, 7, 10 and the component of the indices 3 to 7, the two meet in 4 and 7. These are the second and
-    third of the indices, ``1:3``, and stand in the component at ``1:5:3``.
+    With indices 1, 4, 7, 10 and the component of the indices 3 to 7, the two meet in 4 and 7. So they share the second
+    and third of the indices, ``1:3``, which stand in the component at ``1:5:3``.
 
     Args:
         indices: Global indices, ascending.

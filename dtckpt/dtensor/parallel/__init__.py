@@ -1,7 +1,7 @@
 """Tensor parallelism of modules: PyTorch's ``torch.distributed.tensor.parallel``, under the same names.
 
-A style says how a module's parameters are split over a mesh of one axis, and which layouts its inputs and outputs have.
-`parallelize_module` applies styles to a module, and to those inside of it.
+A style defines how to split a module's parameters over a mesh of one axis, and the layouts of its inputs and outputs.
+`parallelize_module` applies styles to a module and its submodules.
 """
 
 from dtckpt.dtensor.parallel.loss_parallel import loss_parallel

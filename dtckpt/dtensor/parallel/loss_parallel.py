@@ -7,7 +7,7 @@ Forward, each device has the scores of some classes::
     loss = log(sum of exponentials) - score of the target
 
 Backward, the gradient of a score is its probability, minus one for the target. A device computes the gradients of its
-classes alone. PyTorch's formulas for the two parts, softmax and choice, would add up a gradient over the classes first.
+classes alone. PyTorch's formulas for the two parts, softmax and choice, would first sum a gradient over the classes.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def loss_parallel() -> Iterator[None]:
 
     For `torch.nn.functional.cross_entropy` and `torch.nn.CrossEntropyLoss` of scores that are DTensors. Targets and
     weights that are plain tensors count as replicated, and are not compared between clients, unless the batch is split.
-    Scores in other layouts, targets that are probabilities, and label smoothing are computed as outside of the block.
+    Scores in other layouts, probabilities as targets, and label smoothing give the same computation as outside of the
+    block.
 
     Collective: Cross entropy, over the mesh's clients.
 
     Raises:
-        OperatorError: By the backward pass of cross entropy with split classes, if it has ``create_graph=True``.
+        OperatorError: From the backward pass of cross entropy with split classes and ``create_graph=True``.
     """
     block = object()
     _blocks.add(block)
@@ -90,8 +91,7 @@ def _cross_entropy(  # noqa: PLR0917  (the operator's arguments)
 class _CrossEntropy(torch.autograd.Function):
     """Cross entropy of scores, the index of each target's class (`NO_CLASS` for one to ignore), and its weight.
 
-    The backward pass uses the scores, which are there anyhow and may be of half precision, rather than their
-    probabilities.
+    The backward pass uses the scores instead of their probabilities: scores exist anyhow, and may have half precision.
     """
 
     @staticmethod

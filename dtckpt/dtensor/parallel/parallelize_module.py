@@ -1,4 +1,4 @@
-"""`parallelize_module`: apply styles to a module, and to those inside of it that a plan names."""
+"""`parallelize_module`: apply styles to a module, and to the submodules that a plan names."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def parallelize_module(
             innermost block's (see `run_on`).
         parallelize_plan: A style for the module, or a dict of styles for modules inside of it. A key is a path of
             names with dots between them; each name may be a pattern, as in ``"layers.*.attention.wq"``. An empty key
-            is the module itself. A value may be a dict again. Without a plan, nothing happens but a warning.
+            is the module itself. A value may be a dict again. Without a plan, the call only warns.
         src_data_rank: Position, on the axis, of the device whose client sends the values of parameters. None: every
-            client uses its own values, which must be the same, and nothing is communicated.
+            client uses its own values, which must be equal, without communication.
 
     Raises:
         LayoutError: A module was parallelized before, or two that share a parameter get styles of different layouts.
-        LayoutTypeError: The plan holds something else than styles.
+        LayoutTypeError: The plan holds a value that is no style.
         MeshError: No mesh was given or is active, or the mesh has several axes.
         UnsupportedModuleError: A style cannot be applied to a module of this class.
     """

@@ -25,9 +25,9 @@ class PrepareModuleInput(ParallelStyle):
     Args:
         input_layouts: Placements of the positional arguments that are plain tensors; None for an argument that stays
             as it is. None for all means that no positional argument is converted.
-        desired_input_layouts: Placements that they are brought to; None keeps one.
+        desired_input_layouts: New placements of these arguments; None keeps a placement.
         input_kwarg_layouts: Placements of arguments by name; the others are not converted.
-        desired_input_kwarg_layouts: Placements that these are brought to, with the same names.
+        desired_input_kwarg_layouts: New placements of these, with the same names.
         use_local_output: Pass this client's components on to the module, not DTensors.
 
     Raises:
@@ -94,7 +94,7 @@ class PrepareModuleOutput(ParallelStyle):
 
     Args:
         output_layouts: Placements of the outputs that are plain tensors; None for an output that stays as it is.
-        desired_output_layouts: Placements that they are brought to; None keeps one.
+        desired_output_layouts: New placements of these outputs; None keeps a placement.
         use_local_output: Return this client's components, not DTensors.
 
     Raises:
@@ -202,8 +202,8 @@ class _Passage:
     """The conversion of a value that enters or leaves a module.
 
     Args:
-        layout: Its placement, if it is a plain tensor; None means that the value stays as it is.
-        desired: The placement that it is brought to; None keeps it.
+        layout: Its placement, if it is a plain tensor; None leaves the value unchanged.
+        desired: Its new placement; None keeps the placement.
         use_local: Whether its component is passed on, not the DTensor.
     """
 

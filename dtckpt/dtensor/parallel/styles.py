@@ -21,7 +21,7 @@ class ParallelStyle(ABC):
     """How to parallelize a module. `parallelize_module` calls `_apply`; each subclass is another style.
 
     Attributes:
-        src_data_rank: As `parallelize_module` got it, which sets it before it calls `_apply`.
+        src_data_rank: The argument of `parallelize_module`, which sets it before it calls `_apply`.
     """
 
     src_data_rank: int | None = 0
@@ -43,7 +43,7 @@ class _SplitParameters(ParallelStyle):
     _parameters: ClassVar[Mapping[type[nn.Module], Mapping[str, Placement]]]
     """Placements of the parameters, by class of module."""
     _inputs: ClassVar[Mapping[type[nn.Module], Placement]]
-    """The placement that the input is brought to, by class of module."""
+    """The new placement of the input, by class of module."""
 
     def __init__(self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool) -> None:
         self.input_layouts = (placement_of(input_layouts),)
@@ -72,7 +72,7 @@ class _SplitParameters(ParallelStyle):
 
         def prepare_input(module: nn.Module, inputs: tuple[Any, ...], mesh: Mesh) -> tuple[Any, ...]:
             first, *others = _require_input(self, module, inputs)
-            # A linear layer knows how long the last dim of its whole input is.
+            # A linear layer knows the global size of its input's last dim.
             last = module.in_features if isinstance(module, nn.Linear) else None
             value = to_dtensor(first, mesh, self.input_layouts[0], f"{type(self).__name__}: input", last_size=last)
             return place(value, desired), *others
@@ -84,7 +84,7 @@ class _SplitParameters(ParallelStyle):
 
 
 class ColwiseParallel(_SplitParameters):
-    """Split a linear layer's output features, or an embedding's, over the axis. Then each device computes its own.
+    """Split the output features of a linear layer or an embedding over the axis; each device computes its part.
 
     The product of `ColwiseParallel` is the input of `RowwiseParallel`, so two layers need one reduction.
 
@@ -108,12 +108,12 @@ class ColwiseParallel(_SplitParameters):
 
 
 class RowwiseParallel(_SplitParameters):
-    """Split a linear layer's input features over the axis, or an embedding's rows. The outputs of all devices add up.
+    """Split a linear layer's input features, or an embedding's rows, over the axis; outputs of all devices are summed.
 
     Args:
         input_layouts: Placement of the input, if it is a plain tensor; default ``Shard(-1)``, where nothing moves for
             a linear layer. For an embedding pass ``Replicate()``, if every client has all indices.
-        output_layouts: Placement of the output; default ``Replicate()``, an all-reduce. With a `Shard` it is a
+        output_layouts: Placement of the output; default ``Replicate()``, by an all-reduce. A `Shard` takes a
             reduce-scatter.
         use_local_output: Return this client's component of the output, not a DTensor.
     """
@@ -134,7 +134,7 @@ class RowwiseParallel(_SplitParameters):
 class SequenceParallel(ParallelStyle):
     """Replicate a module's parameters, and run it on an input that is split along its sequence dim.
 
-    For modules that treat the positions of a sequence alike: norms, dropout, activations.
+    For modules that treat all positions of a sequence in the same way: norms, dropout, activations.
 
     Args:
         sequence_dim: The dim of the input and of the output that is split over the axis.

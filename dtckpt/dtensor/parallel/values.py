@@ -1,10 +1,10 @@
 """Parameters of parallel modules, and the values that enter and leave a module.
 
-Plain tensors become DTensors, these get a placement, and plain ones return::
+Plain tensors become DTensors, these get a placement, and plain tensors return::
 
     plain tensor --to_dtensor--> DTensor --place-->  DTensor in the desired placement --as_output--> plain or DTensor
 
-One parameter that several modules have becomes one DTensor.
+A parameter that several modules share becomes one DTensor.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def to_dtensor(value: Any, mesh: Mesh, placement: Placement, what: str, *, last_
         if shape is not None:
             return DTensor.from_local(value, mesh, (placement,), shape=shape)
     except DtckptError as error:
-        # Facts of this client alone: the others may be on their way into an exchange.
+        # Facts of this client alone: the others may enter an exchange now.
         report_error(error, [mesh])
         raise
     return DTensor.from_local(value, mesh, (placement,))
@@ -84,7 +84,7 @@ def to_dtensor(value: Any, mesh: Mesh, placement: Placement, what: str, *, last_
 def _known_shape(
     local: torch.Tensor, mesh: Mesh, placement: Placement, last_size: int | None
 ) -> tuple[int, ...] | None:
-    """Return the global shape of a component; None if other clients must tell their part of it."""
+    """Return the global shape of a component; None if it depends on the parts of other clients."""
     axes, shape = cached_layout(mesh, (placement,), local.ndim).split_axes, tuple(local.shape)
     if mesh.num_clients == 1 or not any(axes):
         return shape
@@ -114,7 +114,7 @@ keep_from_tracing([to_dtensor, place, as_output])
 _replacements: MutableMapping[nn.Parameter, weakref.ref[nn.Parameter]] = WeakIdKeyDictionary()
 """By plain parameter, a weak reference to the DTensor that has replaced it in one module.
 
-Another module may have the plain one still: it is a tied parameter, whose other module was parallelized alone.
+Another module may still have the plain parameter: it is tied, and the other module was parallelized alone.
 """
 
 
@@ -160,7 +160,7 @@ def replacement_of(parameter: nn.Parameter) -> nn.Parameter | None:
 
 
 def tie(module: nn.Module) -> None:
-    """Replace, in a module and those inside of it, plain parameters that are DTensors in other modules already."""
+    """Replace plain parameters of a module and its submodules that are DTensors in other modules already."""
     for each in module.modules():
         for name, parameter in each._parameters.items():
             if parameter is not None and (replacement := replacement_of(parameter)) is not None:

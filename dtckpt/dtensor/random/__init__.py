@@ -1,7 +1,7 @@
-"""Random tensors that are the same in every layout; each device computes its own component alone.
+"""Random tensors with equal values in every layout; each device computes its own component alone.
 
-Each random operation has a key, which all clients draw alike from torch's generator (`agreed_key`). The random bits of
-an element are those that Philox4x64-10 gives for the key and the element's row-major index in the global tensor
+Each random operation has a key, which is equal on all clients and comes from torch's generator (`agreed_key`).
+Philox4x64-10 computes the random bits of an element from the key and the element's row-major index in the global tensor
 (`fill`). So they depend neither on the layout nor on the device.
 """
 

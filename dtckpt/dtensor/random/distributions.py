@@ -1,10 +1,10 @@
-"""Random distributions: how many random bits an element takes, and how its value is computed from them.
+"""Random distributions: the number of random bits of an element, and the computation of its value from these bits.
 
 All functions work on whole groups of `GROUP` elements, counted from the start of the global tensor. So the numbers of a
 group depend on its bits alone. Vectorised functions may round the odd elements at the end of an array differently from
-those in full vectors; here they never see odd elements. Devices may compute logarithms and the like differently; then
-numbers differ in the last bits between them. Uniform numbers, integers and the numbers of `bernoulli` are the same on
-all devices.
+elements in full vectors; here they never see odd elements. Devices may compute logarithms and the like differently;
+then their numbers differ in the last bits. Uniform numbers, integers and the numbers of `bernoulli` are the same on all
+devices.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Distribution:
 
     Args:
         sampler: Returns the `Sampler` for a dtype and the distribution's parameters.
-        dtypes: The dtypes that it has numbers in; for complex ones see `fill`.
+        dtypes: The dtypes in which it has numbers; for complex dtypes see `fill`.
     """
 
     sampler: Callable[..., Sampler]
@@ -210,7 +210,7 @@ def _exponential(dtype: torch.dtype, lambd: float = 1.0) -> Sampler:
     bits = 64 if dtype == torch.float64 else 32
     below_one = 1 - 2.0 ** -_DIGITS[_computed(dtype)]
     limits = torch.finfo(dtype)
-    # Half is short of range: some numbers are below its smallest normal one, so subnormal ones are allowed.
+    # Half has a small range: some numbers are below its smallest normal number, so subnormal numbers are allowed.
     smallest = limits.tiny * limits.eps if dtype == torch.float16 else limits.tiny
 
     def from_words(words: torch.Tensor) -> torch.Tensor:
@@ -272,8 +272,9 @@ def _bernoulli(dtype: torch.dtype, p: float | torch.Tensor = 0.5) -> Sampler:
 def _integers(dtype: torch.dtype, low: int = 0, high: int | None = None) -> Sampler:
     """Multiply a random word by the length of the range; the upper half of the product is the number.
 
-    Some numbers are a little more likely than others. In short ranges, which take half a word, by one part in 4096 at
-    most (PyTorch's remainders: by one in 16). In longer ones, which take one word or two, by one in 2**32.
+    Some numbers are a little more likely than others. In short ranges, which take half a word, the difference is at
+    most one part in 4096 (PyTorch's remainders: one in 16). In longer ranges, which take one word or two, it is at most
+    one in 2**32.
     """
     low, high = integer_bounds(dtype, operator.index(low), None if high is None else operator.index(high))
     span = high - low

@@ -8,7 +8,7 @@ each within a run of consecutive global elements; the run is computed as a whole
     . . c d . .        -->          c d             -->         a b
     . . . . . .                                                 c d
 
-`pieces_of` plans the boxes; gaps that take less time to compute than to skip are computed too, and dropped.
+`pieces_of` plans the boxes. A run also computes gaps that take less time to compute than to skip, and drops them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HOST_BLOCK = 1 << 16
 _DEVICE_BLOCK = 1 << 19
 """Elements computed at once on other devices: each takes some 100 bytes, words and intermediate results."""
 _HOST_SEEK = 1 << 13
-"""Longest gap, in elements, that is computed and dropped on a CPU: to start a new run takes as long."""
+"""Longest gap, in elements, that is computed and dropped on a CPU: the start of a new run takes as long."""
 _DEVICE_SEEK = _DEVICE_BLOCK
 """The same on other devices, where the start takes long: some 500 kernels a run."""
 _MIN_SHARED = 1 << 17
@@ -45,15 +45,15 @@ def fill(
 ) -> None:
     """Fill a device's component of a random tensor in place.
 
-    The tensor follows from distribution, global shape, key and parameters alone, however it is sharded. A complex
-    number takes two elements, its real and its imaginary part; normal ones have variance ``std**2`` together, as
-    torch's have. Takes memory for a few blocks of bounded size, and no longer than the whole tensor would take. Nothing
-    happens to tensors on the meta device.
+    The tensor depends only on distribution, global shape, key and parameters, not on its sharding. A complex number
+    takes two elements, its real and its imaginary part; both parts of a normal number together have variance
+    ``std**2``, as in torch. The call takes memory for a few blocks of bounded size, and at most as long as for the
+    whole tensor. Tensors on the meta device stay unchanged.
 
     Args:
         distribution: A key of `DISTRIBUTIONS`.
         component: The component, of any strides, in a dtype of the distribution.
-        region: The region of the global tensor that the component is.
+        region: The component's region of the global tensor.
         shape: Global shape.
         key: From `agreed_key`; 0 to 2**63 - 1.
         params: The distribution's parameters; ``p`` of bernoulli may be a tensor of the region's shape.
@@ -83,7 +83,7 @@ def fill(
 
 
 def permutation(length: int, key: int, device: torch.device) -> torch.Tensor:
-    """Return a permutation of ``range(length)``, int64, the same on every device.
+    """Return a permutation of ``range(length)``, int64, equal on every device.
 
     Raises:
         RandomParameterError: The length is negative.
@@ -171,7 +171,7 @@ def _fill_pieces(sampler: Sampler, component: torch.Tensor, key: int, pieces: It
             return next(pieces, None)
 
     def work() -> None:
-        # Modes belong to threads: these threads must be allowed to write wherever the calling one may.
+        # Modes belong to threads: give these threads the calling thread's right to write.
         with torch.inference_mode(is_inference), torch.no_grad():
             stream = stream_of(key, component.device)
             while (piece := next_piece()) is not None:

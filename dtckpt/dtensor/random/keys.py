@@ -1,7 +1,7 @@
-"""Keys of random operations: all clients of a mesh draw the same ones, and check from time to time that they do.
+"""Keys of random operations: all clients of a mesh draw equal keys, and compare them from time to time.
 
-Each client draws from its own generator, without communicating. If the generators were seeded differently, the clients
-take the first one's keys; if they drew differently later, that is an error on all.
+Each client draws from its own generator, without communicating. If the generators have different seeds, the clients
+take the keys of the first client. If clients draw differently later, all raise an error.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from dtckpt.layout.mesh import Mesh
 _LOG = logging.getLogger("dtckpt.dtensor.randomness")
 
 FIRST_COMPARED = 4
-"""This many first keys are compared one by one, so clients that were seeded differently find out at once."""
+"""Clients compare so many first keys one by one, so they find different seeds at once."""
 COMPARED_EVERY = 64
-"""After that, every so many keys are compared together, so clients that drew differently find out soon."""
+"""After that, clients compare every so many keys together, so they find different draws soon."""
 
 
 def draw_key(generator: torch.Generator | None = None) -> int:
     """Draw a number from 0 to 2**63 - 1 from a generator, default torch's own of the CPU.
 
-    Each key takes one draw, whatever the key is for. So ``torch.manual_seed`` and saved generator states determine all
-    random tensors.
+    Each key takes one draw, for any use. So ``torch.manual_seed`` and saved generator states determine all random
+    tensors.
 
     Raises:
         RandomParameterError: A CUDA graph is being captured: the key is drawn on the host, so every replay would
@@ -50,19 +50,19 @@ def draw_key(generator: torch.Generator | None = None) -> int:
 
 
 def agreed_key(mesh: Mesh, generator: torch.Generator | None = None) -> int:
-    """Return a key that is the same on all clients of a mesh, from `draw_key`. All of them call this in the same order.
+    """Return a key from `draw_key` that is equal on all clients of a mesh, which all call this in the same order.
 
     If the generators differ from the first draw on, as without ``torch.manual_seed``, all clients take the key of the
-    first one, draw by draw, until their keys are the same.
+    first client, draw by draw, until their keys are equal.
 
     Collective: Over the mesh's clients, if there are several, at the first
     `FIRST_COMPARED` draws among these clients and at every `COMPARED_EVERY`-th, or at every draw if their generators
-    differ; bounded by the group's timeout. At other draws and for other meshes no communication.
+    differ; bounded by the group's timeout. Local at other draws and for other meshes.
 
     Raises:
-        GeneratorMismatchError: Clients that had drawn the same keys drew different ones since the last comparison; on
-            all of them.
-        LayoutError: Other clients do something else.
+        GeneratorMismatchError: Clients that had drawn equal keys drew different keys since the last comparison. All
+            clients raise it.
+        LayoutError: Other clients make another call.
         CoordinationError: A client is gone, or did not come in time, or no process group connects the clients.
     """
     key = draw_key(generator)
@@ -129,7 +129,7 @@ class _KeyHistory:
         by_digest: defaultdict[Any, list[int]] = defaultdict(list)
         for client, digest in zip(self.clients, digests, strict=True):
             by_digest[digest].append(client)
-        # Clients that are seeded anew should agree again; the next keys are compared one by one.
+        # Clients with new seeds should agree again, so they compare the next keys one by one.
         self.count, self.digest = 0, b""
         sets = capped((f"[{capped(clients)}]" for clients in by_digest.values()), 4)
         raise GeneratorMismatchError(
@@ -139,7 +139,7 @@ class _KeyHistory:
         )
 
 
-# By default process group, so that the histories of one that has ended go with it.
+# By default process group, so that the histories of an ended group go with it.
 _histories: WeakKeyDictionary[Any, dict[tuple[int, ...], _KeyHistory]] = WeakKeyDictionary()
 
 

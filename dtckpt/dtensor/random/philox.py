@@ -33,7 +33,7 @@ class _NumpyStream:
 
     def __init__(self, key: int) -> None:
         self._next = 0
-        # NumPy counts up before it makes a block, so the counter before the first one is needed.
+        # NumPy counts up before it makes a block, so start with the counter before the first block.
         self._generator = np.random.Philox(key=key, counter=_COUNTERS - 1)
 
     def words(self, first: int, count: int) -> torch.Tensor:
@@ -74,7 +74,7 @@ def signed(word: int) -> int:
 def multiply(words: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the upper and the lower 64 bits of the products of unsigned words with one below 2**64.
 
-    An int64 product has the right lower bits only, and shifts keep the sign. So products of halves are added up.
+    An int64 product has only the lower bits right, and shifts keep the sign. So the function adds products of halves.
     """
     low, high = words & _LOW, _upper_half(words)
     by_low, by_high = by & _LOW, by >> 32

@@ -28,6 +28,7 @@ from dtckpt.checkpoint.live.versions import location_of_version, title_of_versio
 from dtckpt.checkpoint.parts.part_files import PartFiles
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
 from dtckpt.coordination.api import Coordination
+from dtckpt.coordination.feeds.events import APPLIED, FAILED
 from dtckpt.errors import CheckpointError, capped, format_nbytes
 from dtckpt.interop.vllm.destinations import DestinationPlan, Weight, plan_destinations
 from dtckpt.layout.region import Region
@@ -115,6 +116,7 @@ class WeightReceiver:
         self._plans: dict[int, _Planned] = {}
         self._memory: dict[_Key, torch.Tensor] = {}
         self._received: tuple[Any, _Planned, DestinationPlan, ReceivedVersion] | None = None
+        self._tell_use: Callable[[str], object] = lambda _: None
 
     def receive(self, model: Any, *, step: int | None = None) -> ReceivedVersion:
         """Read a version beside a model, and verify every byte. The model stays as it is.
@@ -152,7 +154,7 @@ class WeightReceiver:
                 files.traffic.local + files.traffic.received,
                 time.monotonic() - start,
             )
-        self._received = model, planned, plan, version
+        self._received, self._tell_use = (model, planned, plan, version), checkpoint.tell_use
         logger.info(
             "%s is verified: %s in %.3f s; %d tensors go in whole",
             title_of_version(self.feed, version.number, version.step),
@@ -174,6 +176,17 @@ class WeightReceiver:
             raise CheckpointError(f"no version of feed {self.feed!r} was received since the last was applied")
         (model, planned, plan, version), self._received = self._received, None
         self.version, self.is_mixed = None, True
+        try:
+            self._put(model, planned, plan)
+        except BaseException:
+            self._tell_use(FAILED)
+            raise
+        self._tell_use(APPLIED)
+        self.version, self.is_mixed = version, False
+        logger.info("%s is applied", title_of_version(self.feed, version.number, version.step))
+        return version
+
+    def _put(self, model: Any, planned: _Planned, plan: DestinationPlan) -> None:
         with torch.no_grad():
             if plan.whole:
                 with self._reload():
@@ -182,9 +195,6 @@ class WeightReceiver:
                 each.memory.copy_(each.view.of(self._box(each.name, each.view.region)))
             if not planned.is_compared and planned.plan.boxes:
                 self._compare(planned)
-        self.version, self.is_mixed = version, False
-        logger.info("%s is applied", title_of_version(self.feed, version.number, version.step))
-        return version
 
     def clear(self) -> None:
         """Free the memory beside the model, and forget the plans."""

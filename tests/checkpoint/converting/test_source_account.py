@@ -106,17 +106,6 @@ def test_notes_of_an_index(tmp_path):
 # --- on the command line ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def run(capsys):
-    from dtckpt.cli.main import main
-
-    def call(*args):
-        capsys.readouterr()
-        return main([*map(str, args)]), capsys.readouterr()
-
-    return call
-
-
 @pytest.mark.parametrize("command", [["convert"], ["reshard", "--mesh", "x=2"]], ids=["convert", "reshard"])
 def test_the_exit_code(run, folder, tmp_path, command):
     code, shown = run(*command, folder, tmp_path / "new")

@@ -1,5 +1,6 @@
 """Checkpoints of DeepSpeed: real ones of all stages, and shapes of them that a small run does not write."""
 
+import math
 import shutil
 
 import fsspec
@@ -13,7 +14,7 @@ from dtckpt import errors
 from dtckpt.cli.main import main
 
 from . import deepspeed_cases as cases
-from .peer_samples import expected, facts, read_all
+from .sample_files import expected, facts, read_all
 
 SAMPLES = ("z1_fp32_2", "z1_bf16_2_bf16opt", "z2_bf16_2", "z3_bf16_2")
 UNIVERSAL = ("z2_bf16_2_universal", "z3_bf16_2_universal")
@@ -114,6 +115,10 @@ def check(folder, groups):
             assert torch.equal(checkpoint.read(f"optimizer/state/{name}/exp_avg"), value + 0.25), name
             assert torch.equal(checkpoint.read(f"optimizer/state/{name}/exp_avg_sq"), value + 0.5), name
             assert checkpoint.read(f"optimizer/state/{name}/step") == 7
+        for info in checkpoint.tensors.values():  # counted before the chunks are made
+            shapes = [chunk.region.shape for chunk in info.chunks]
+            assert info.num_chunks == len(shapes)
+            assert math.prod(info.chunk_shape) == max(map(math.prod, shapes))
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

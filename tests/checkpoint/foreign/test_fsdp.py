@@ -12,7 +12,7 @@ from dtckpt import errors
 from dtckpt.checkpoint.foreign.fsdp_fields import starts_in_flat
 from dtckpt.cli.main import main
 
-from .peer_samples import expected, facts, read_all
+from .sample_files import expected, facts, read_all
 
 TEMPLATE = {
     "embed.weight": [7, 5],

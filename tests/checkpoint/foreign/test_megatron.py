@@ -13,7 +13,7 @@ from dtckpt import errors
 from dtckpt.checkpoint.foreign.pickle_syntax import Pairs, PickledCall, parse_pickle
 from dtckpt.cli.main import main
 
-from .peer_samples import expected, read_all
+from .sample_files import expected, read_all
 
 STEPS = {
     **{f"megatron_versions/v{version}": "iter_0000007" for version in ("0.13.1", "0.15.3", "0.19.0")},
@@ -96,6 +96,14 @@ def test_formats_that_are_not_known_are_refused_by_name_and_number(peers, tmp_pa
     facts = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"} | change
     (tmp_path / "step/metadata.json").write_text(json.dumps(facts))
     with pytest.raises(errors.CheckpointVersionError, match=rf"names format '{facts['sharded_backend']}' of version"):
+        dtckpt.open_checkpoint(tmp_path / "step")
+
+
+def test_a_missing_file_is_named_with_its_regions(peers, tmp_path):
+    shutil.copytree(peers / "megatron/tp2pp1_swiglu/iter_0000005", tmp_path / "step")
+    (tmp_path / "step/__1_0.distcp").unlink()
+    match = r"__1_0\.distcp is missing or cut short: .* bytes, with \S+ \[[0-9:, ]+\], .* and more"
+    with pytest.raises(errors.CheckpointCorruptError, match=match):
         dtckpt.open_checkpoint(tmp_path / "step")
 
 

@@ -13,7 +13,7 @@ from storage.untrusted.hostile_files import mutated
 from support.states import differences
 
 import dtckpt
-from checkpoint.foreign.sample_files import SAMPLES, entry, expected
+from checkpoint.foreign.sample_files import SAMPLES, content, entry
 from dtckpt import Region, abstract_mesh, errors
 from dtckpt.checkpoint.foreign import orbax_files
 
@@ -41,7 +41,7 @@ def named(tree, path=()):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_samples(name):
-    wanted, notes = expected("orbax", name)
+    wanted, notes = content(ORBAX, name)
     with dtckpt.open_checkpoint(ORBAX / notes["folder"]) as checkpoint:
         assert checkpoint.format == "orbax"
         assert (checkpoint.refused, checkpoint.unread) == ({}, ())
@@ -82,6 +82,22 @@ def test_remote():
     assert found["extra"] == wanted["extra"]
     params = found["state"]["params"]["layers_0"]["kernel"]
     assert torch.equal(params, wanted["state"]["params"]["layers_0"]["kernel"])
+
+
+def test_random_keys_are_named():
+    with dtckpt.open_checkpoint(ORBAX / "nnx_pure_dict") as checkpoint:
+        assert list(checkpoint.notes) == ["drop/rngs/key: the data of random keys of JAX (threefry2x32)"]
+        assert checkpoint.read("drop/rngs/key").shape == (2,)
+    assert dtckpt.open_checkpoint(PLAIN).notes == ()
+
+
+@pytest.mark.parametrize("path", ["flax", "flax/checkpoint", "flax/checkpoint_10"])
+def test_messagepack_of_flax_is_refused_by_name(tmp_path, path):
+    (tmp_path / "flax").mkdir()
+    for name in ("checkpoint", "checkpoint_10"):
+        (tmp_path / "flax" / name).write_bytes(b"\x81\xa1w\x01")
+    with pytest.raises(errors.CheckpointVersionError, match="a checkpoint of Flax in MessagePack"):
+        dtckpt.open_checkpoint(tmp_path / path)
 
 
 def test_layouts():

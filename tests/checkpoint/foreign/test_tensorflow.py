@@ -6,24 +6,26 @@ import shutil
 import fsspec
 import pytest
 import torch
+from awscrt.checksums import crc32c
 from storage.untrusted.hostile_files import mutated
 
 import dtckpt
-from checkpoint.foreign.sample_files import SAMPLES, entry, expected
+from checkpoint.foreign.sample_files import SAMPLES, content, entry
 from dtckpt import DTensorCheckpoint, DVariable, Layout, Region, abstract_mesh, errors
-from dtckpt.checkpoint.foreign import tensor_bundle
+from dtckpt.checkpoint.foreign import object_graph, tensor_bundle
 from dtckpt.checkpoint.foreign.sstable import mask, read_table, table_bytes, unmask
 from dtckpt.checkpoint.foreign.tensor_bundle import OBJECT_GRAPH, BundleEntry, path_of, slice_key
 
 TENSORFLOW = SAMPLES / "tensorflow"
 PREFIXES = {file.parent.name: file.with_suffix("") for file in sorted(TENSORFLOW.glob("*/*.index"))}
 EXPECTED = sorted(file.name.removesuffix(".expected.json") for file in TENSORFLOW.glob("*.expected.json"))
+GRAPH = OBJECT_GRAPH.encode()
 MESH = abstract_mesh({"x": 2, "y": 2})
 
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_samples(name):
-    wanted, _ = expected("tensorflow", name)
+    wanted, _ = content(TENSORFLOW, name)
     has_graph = OBJECT_GRAPH in wanted
     with dtckpt.open_checkpoint(PREFIXES[name]) as checkpoint:
         assert checkpoint.format == "tensorflow"
@@ -113,6 +115,69 @@ def test_our_tables_have_the_bytes_of_tensorflow(name):
     whole = {key: each for key, each in table[1:] if not (parsed := BundleEntry.parse(each)).slices and parsed.crc}
     for value in whole.values():
         assert BundleEntry.parse(value).to_bytes() == value
+
+
+# --- the graph of objects ---------------------------------------------------------------------------------------------
+
+
+def test_the_graph_tells_the_paths_of_tensorflow():
+    """By the graph of a real checkpoint, the keys of all values are their paths."""
+    with dtckpt.open_checkpoint(TENSORFLOW / "object") as checkpoint:
+        names = {name for name in checkpoint.tensors if not name.startswith("_")}
+    paths = object_graph.paths_of(graph_of(PREFIXES["object"]))
+    assert {path_of(key) for key in paths if path_of(key)} == {path for key, path in paths.items() if path_of(key)}
+    assert {"/".join(path).replace("x.y/z", "x.y/z") for path in paths.values()} >= names - {"save_counter"}
+
+
+def graph_of(prefix):
+    entry = BundleEntry.parse(dict(read_table(prefix.with_name(f"{prefix.name}.index").read_bytes(), "it"))[GRAPH])
+    data = prefix.with_name(f"{prefix.name}.data-00000-of-00001").read_bytes()
+    return tensor_bundle.parse_strings(data[entry.offset : entry.offset + entry.nbytes], 1, None, crc32c)[0]
+
+
+def test_the_output_has_a_graph_of_objects(tmp_path):
+    """TensorFlow 2.21 restores this output by its graph, into variables at the same paths."""
+    tree = {
+        "model": {"w": torch.ones(2), "a.b/c": torch.zeros(3), "layers": [torch.ones(1), 5]},
+        "note": "x",
+        "no": None,
+    }
+    dtckpt.save(tmp_path / "ours", tree)
+    dtckpt.convert(tmp_path / "ours", tmp_path / "tf", to="tensorflow")
+    paths = object_graph.paths_of(graph_of(tmp_path / "tf" / "ckpt"))
+    assert set(paths.values()) == {
+        ("model", "w"),
+        ("model", "a.b/c"),
+        ("model", "layers", "0"),
+        ("model", "layers", "1"),
+        ("note",),
+    }
+    with dtckpt.open_checkpoint(tmp_path / "tf") as checkpoint:
+        assert not checkpoint.refused
+        assert torch.equal(checkpoint.read("model/a.b/c"), torch.zeros(3))
+
+
+def test_bytes_of_a_graph():
+    """As protobuf writes TrackableObjectGraph: the children of a node, its value, and that there are values below."""
+    data = object_graph.graph_bytes([(("m", "w"), "m/w")])
+    assert data.hex(" ") == (
+        "0a 0b 0a 05 08 01 12 01 6d 2a 02 08 01 0a 0b 0a 05 08 02 12 01 77 2a 02 08 01 "
+        "0a 20 12 1a 0a 0e 56 41 52 49 41 42 4c 45 5f 56 41 4c 55 45 12 03 6d 2f 77 1a 03 6d 2f 77 2a 02 08 01"
+    )
+    assert object_graph.paths_of(data) == {"m/w": ("m", "w")}
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        (b"\x08\x02\x1a\x04\x08\x02\x10\x02", "for readers of version 2 and later, expected 1"),
+        (b"\x08\x02\x10\x01\x1a\x02\x08\x01", "of a big endian machine"),
+    ],
+)
+def test_newer_and_big_endian_formats_are_no_damage(slices, header, reason):
+    change_entries(slices, lambda table: table.update({b"": header}))
+    with pytest.raises(errors.CheckpointVersionError, match=reason):
+        dtckpt.open_checkpoint(slices)
 
 
 def test_codes_of_slices():

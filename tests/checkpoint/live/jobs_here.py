@@ -35,6 +35,14 @@ def has_step(tree: dict[str, torch.Tensor], step: int) -> bool:
     return all(tree[name].equal(value) for name, value in weights(step).items())
 
 
+def publish(publisher: Publisher, step: int, tree: Any = None, **options: Any) -> Any:
+    return publisher.publish(weights(step) if tree is None else tree, step=step, **{"wait": True} | options)
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
 class Jobs:
     """Jobs by name.
 

@@ -27,6 +27,7 @@ from dtckpt import Layout, Publisher, Subscriber
 from dtckpt.checkpoint.live import publisher as publisher_module
 from dtckpt.checkpoint.live import sources, version_choice
 from dtckpt.checkpoint.live import subscriber as subscriber_module
+from dtckpt.checkpoint.live.lent_version import LendingFolder
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.open_part import OpenPart
 from dtckpt.checkpoint.restoring import restore
@@ -40,7 +41,7 @@ SHAPES = {"w": (16, 12), "moment": (8, 20), "norm": (7,)}
 HEARTBEAT_S = 3.0
 ROUND_S = 15.0
 """Longest wait at a barrier."""
-CALL_S = 45.0
+CALL_S = 60.0
 """No call of a client takes longer, whatever happens to the others."""
 ATTEMPT_S = 150.0
 START_S = 30.0
@@ -51,6 +52,8 @@ PUBLISHER_POINTS = {
     "announce": (FeedClient, "announce"),
     "put": (HostFolder, "put"),
     "put part": (FeedClient, "put_part"),
+    "lend": (LendingFolder, "lend"),
+    "await": (publisher_module, "await_readers"),
     "retire": (FeedClient, "retire"),
     "withdraw": (FeedClient, "withdraw"),
     "free": (HostFolder, "remove"),
@@ -226,16 +229,28 @@ def _publish(diary: Diary, script: Script, folder: Path, chance: random.Random) 
                 part.copy_(value)
             tree = {"model": model, "uid": uid, "step": step}
 
-            def publish(tree=tree, step=step, wait=wait) -> None:
-                if publisher.publish(tree, step=step, wait=wait) is not None:
-                    for part, _ in parts(tree["model"], 0):
-                        part.fill_(7.0)  # training goes on
+            lends = chance.random() < 0.3
 
-            if not diary.tried(f"publish {uid} (step {step}), wait={wait}", publish):
+            def publish(tree=tree, step=step, wait=wait, lends=lends, pause=pause) -> None:
+                if lends:
+                    try:
+                        with publisher.publish(tree, step=step, copy=False):
+                            time.sleep(pause)
+                    finally:
+                        _train(tree["model"])
+                elif publisher.publish(tree, step=step, wait=wait) is not None:
+                    _train(tree["model"])
+
+            if not diary.tried(f"publish {uid} (step {step}), wait={wait}, lends={lends}", publish):
                 return False
             step += chance.choice([1, 1, 2, -1]) if step else 1
             time.sleep(pause)
     return True
+
+
+def _train(model: dict[str, torch.Tensor]) -> None:
+    for part, _ in parts(model, 0):
+        part.fill_(7.0)
 
 
 def _read(diary: Diary, script: Script, folder: Path, chance: random.Random) -> bool:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from support.states import bits_of, differences, packed, zeros_of
 
-from dtckpt import DTensor, Layout, Publisher, Subscriber, create_mesh
+from dtckpt import DTensor, Layout, LentVersion, Publisher, Subscriber, create_mesh
 from dtckpt.checkpoint.live import sources
 from dtckpt.checkpoint.live.feed_client import feed_client
 from dtckpt.coordination.api import Member
 from dtckpt.coordination.connect import set_coordination
+from dtckpt.coordination.feeds.client import FeedClient
 from dtckpt.coordination.grpc_client import GrpcCoordination
 from dtckpt.layout.clients import virtual_devices
 
@@ -46,11 +47,20 @@ class Jobs:
         set_coordination(self._connections[name])
         yield
 
+    def feeds(self, name: str) -> FeedClient:
+        return feed_client(self._connections[name])
+
     def publish(self, tree: Any, step: int) -> None:
-        with self.job("trainer"):
-            if self.publisher is None:
+        self._open_publisher().publish({"model": tree}, step=step, wait=True)
+
+    def lend(self, tree: Any, step: int) -> LentVersion:
+        return self._open_publisher().publish({"model": tree}, step=step, copy=False)
+
+    def _open_publisher(self) -> Publisher:
+        if self.publisher is None:
+            with self.job("trainer"):
                 self.publisher = Publisher(FEED, folder=self.folder, address="127.0.0.1")
-            self.publisher.publish({"model": tree}, step=step, wait=True)
+        return self.publisher
 
     def subscriber(self, target: Any, **options: Any) -> Subscriber:
         return Subscriber(FEED, {"model": target}, **options)

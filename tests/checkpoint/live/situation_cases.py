@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 
 from dtckpt import Publisher, Subscriber
+from dtckpt.checkpoint.live import own_registry
 from dtckpt.checkpoint.parts.open_part import OpenPart
 from dtckpt.config import Config
 from dtckpt.errors import DtckptError
@@ -49,6 +50,25 @@ def read_while_one_fails(folder: Path, in_place: bool) -> Any:
             found += [subscriber.version.step, subscriber.is_mixed, differs(target["model"], 4, 1)]
     finally:
         note(folder, "done")
+    return found
+
+
+def publish_at_own_registry(folder: Path, taken: str, address: str) -> Any:
+    """Begin at an address that is taken, and where clients pass others; then publish at a free one."""
+    found = []
+    for registry in (taken, (address, None)[Config.from_environ().client_id], address):
+        try:
+            with (
+                mock.patch.object(own_registry, "FREE_S", 0.2),
+                Publisher(FEED, folder=folder / "memory", address="127.0.0.1", registry=registry) as publisher,
+            ):
+                publisher.publish(sharded(values(3), 0), step=3, wait=True)
+                note(folder, "published")
+                await_note(folder, "done")
+                found.append("published")
+        except DtckptError as error:
+            texts = ("is another publisher or coordinator there?", "clients pass different registries")
+            found.append((type(error).__name__, [text in str(error) for text in texts]))
     return found
 
 

@@ -337,7 +337,7 @@ def fail_at(patch, count):
         return run
 
     patch.setattr(OpenPart, "copy", failing(OpenPart.copy, lambda args: as_bytes(args[4]).data))
-    patch.setattr(peers.Peer, "read", failing(peers.Peer.read, lambda args: args[3][0].buffer))
+    patch.setattr(peers.Peer, "read", failing(peers.Peer.read, lambda args: as_bytes(args[3][0].target).data))
 
 
 LAYOUTS = [None, ROWS, COLUMNS]
@@ -345,7 +345,7 @@ LAYOUTS = [None, ROWS, COLUMNS]
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_history_gives_what_a_full_read_gives(jobs, monkeypatch, transport, seed):
-    """Random trees, layouts, casts, changes, failures, ways of reading; values and the sum of bytes are right."""
+    """Random trees, layouts, casts, changes, failures, ways to publish and read: values and sums of bytes fit."""
     draw = random.Random(f"{seed} {transport}")
     dtypes = [torch.bfloat16, torch.float32, torch.int8, torch.float64, torch.complex64, torch.complex128]
     whole = {}
@@ -379,27 +379,31 @@ def test_any_history_gives_what_a_full_read_gives(jobs, monkeypatch, transport, 
         elif kind == "some":
             latest = {n: flipped(draw, t, 3) if draw.random() < 0.3 else t for n, t in latest.items()}
         versions.append(latest)
-        jobs.publish(laid_out(latest) if draw.random() < 0.3 else on_mesh_of(fixed, draw, latest, step), step)
-        for target, subscriber in readers:
-            choice = draw.random()
-            if choice < 0.25:
-                continue
-            if choice < 0.35:
-                subscriber.invalidate()
-            if choice > 0.8:
-                with monkeypatch.context() as patch:
-                    patch.setattr(part_files, "REQUEST_NBYTES", 64)
-                    fail_at(patch, draw.randint(0, 6))
-                    with contextlib.suppress(CheckpointCorruptError):
-                        jobs.update(subscriber, in_place=draw.random() < 0.5)
-            if subscriber.version is not None and subscriber.version.step == step:
-                continue
-            report = jobs.update(subscriber, in_place=draw.random() < 0.5)
-            assert not wrong(target, latest)
-            stored = nbytes_of({n: t for n, t in target.items() if n not in casts})
-            stored += nbytes_of({n: t for n, t in target.items() if n in casts}) // 2
-            parts = report.nbytes_verified, report.nbytes_verified_at_source, report.nbytes_unchanged
-            assert sum(parts) == stored
+        tree = laid_out(latest) if draw.random() < 0.3 else on_mesh_of(fixed, draw, latest, step)
+        lends = draw.random() < 0.3
+        if not lends:
+            jobs.publish(tree, step)
+        with jobs.lend(tree, step) if lends else contextlib.nullcontext():
+            for target, subscriber in readers:
+                choice = draw.random()
+                if choice < 0.25:
+                    continue
+                if choice < 0.35:
+                    subscriber.invalidate()
+                if choice > 0.8:
+                    with monkeypatch.context() as patch:
+                        patch.setattr(part_files, "REQUEST_NBYTES", 64)
+                        fail_at(patch, draw.randint(0, 6))
+                        with contextlib.suppress(CheckpointCorruptError):
+                            jobs.update(subscriber, in_place=draw.random() < 0.5)
+                if subscriber.version is not None and subscriber.version.step == step:
+                    continue
+                report = jobs.update(subscriber, in_place=draw.random() < 0.5)
+                assert not wrong(target, latest)
+                stored = nbytes_of({n: t for n, t in target.items() if n not in casts})
+                stored += nbytes_of({n: t for n, t in target.items() if n in casts}) // 2
+                parts = report.nbytes_verified, report.nbytes_verified_at_source, report.nbytes_unchanged
+                assert sum(parts) == stored
 
 
 def on_mesh_of(laid_out, draw, tensors, seed):

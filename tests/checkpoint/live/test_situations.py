@@ -36,25 +36,22 @@
 33   needs an engine: see the adapters' tests
 34   `test_34_memory_of_the_publisher`, ``test_situations_of_processes.test_34_bound_of_a_host``
 35   `test_35_memory_of_the_reader`
-36   `test_36_versions_of_readers_are_visible`
+36   `test_36_versions_of_readers_are_visible`, `test_36_what_is_fetched_is_not_applied`
 37   `test_37_nobody_on_the_other_side`
-38   `test_38_damaged_memory`
+38   ``test_strangers.test_38_damaged_memory``
 39   ``test_feed_rules.test_holders_show_that_they_have_the_version``; see the tests of readers that serve on
-40   `test_40_strangers_at_the_server`, ``test_feeds.test_tickets_are_checked_offline``
+40   ``test_strangers.test_40_strangers_at_the_server``, ``test_feeds.test_tickets_are_checked_offline``
 ===  ==========================================================================================================
 """
 
-import ast
 import json
 import socket
 import threading
 import time
-from http.client import HTTPConnection
-from pathlib import Path
 
 import pytest
 import torch
-from support.coordinators import ServerProcess, server_in_thread
+from support.coordinators import ServerProcess
 from torch import nn
 
 import dtckpt
@@ -64,37 +61,12 @@ from dtckpt.checkpoint.live import sources
 from dtckpt.checkpoint.live.versions import save_of_version
 from dtckpt.checkpoint.parts import server as part_server
 from dtckpt.checkpoint.parts.open_part import OpenPart
-from dtckpt.checkpoint.parts.server import PartServer
 from dtckpt.checkpoint.reading.checkpoint import Checkpoint
+from dtckpt.checkpoint.restoring.restore import StagedRestore
 from dtckpt.layout.clients import virtual_devices
 from dtckpt.layout.region import Region
 
-from .jobs_here import FEED, WAIT_S, Jobs, blank, has_step, weights
-
-
-@pytest.fixture
-def jobs(tmp_path):
-    with server_in_thread(heartbeat_timeout_s=5.0) as port:
-        made = Jobs(port, tmp_path)
-        try:
-            yield made
-        finally:
-            made.close()
-
-
-@pytest.fixture
-def over_http(monkeypatch):
-    """Readers find no part on this host."""
-    monkeypatch.setattr(sources, "folder_of", lambda _: None)
-
-
-def publish(publisher, step, tree=None, **options):
-    return publisher.publish(weights(step) if tree is None else tree, step=step, **{"wait": True} | options)
-
-
-def files(folder: Path):
-    return [path for path in folder.rglob("*") if path.is_file()]
-
+from .jobs_here import FEED, WAIT_S, Jobs, blank, files, has_step, publish, weights
 
 # --- publishing and reading ------------------------------------------------------------------------------------------
 
@@ -351,10 +323,50 @@ def test_36_versions_of_readers_are_visible(jobs):
             jobs.update(one, "engine-1")
             if step == 1:
                 jobs.update(other, "engine-2")
-        (status,) = jobs.feeds("engine-1").list()
-        latest = {each.reader.partition("/")[0]: (each.number, each.outcome) for each in status.latest}
-        assert latest == {"engine-1": (one.version.number, "applied"), "engine-2": (other.version.number, "applied")}
-        assert latest["engine-1"] > latest["engine-2"]
+        assert one.version.number > other.version.number
+        await_uses(jobs, ("engine-1", one.version.number, "applied"), ("engine-2", other.version.number, "applied"))
+
+
+def await_uses(jobs, *expected):
+    """Wait until the registry says that readers use versions; they tell it in the background."""
+    deadline = time.monotonic() + WAIT_S
+    found = None
+    while found != set(expected) and time.monotonic() < deadline:
+        (status,) = jobs.feeds("judge").list()
+        found = {(each.reader.partition("/")[0], each.number, each.outcome) for each in status.latest}
+        time.sleep(0.01)
+    assert found == set(expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_36_what_is_fetched_is_not_applied(jobs, monkeypatch, fails):
+    publisher = jobs.publisher(keep=3)
+    publish(publisher, 1)
+    with Subscriber(FEED, blank()) as subscriber:
+        first = jobs.fetch(subscriber)
+        assert not first._choice.opened  # nothing of the publisher's memory stays mapped
+        await_uses(jobs, ("engine", first.version.number, "fetched"))
+        first.apply()
+        await_uses(jobs, ("engine", first.version.number, "applied"))
+        publish(publisher, 2)
+        second = jobs.fetch(subscriber)
+        before = ("engine", first.version.number, "applied")
+        await_uses(jobs, before, ("engine", second.version.number, "fetched"))
+        if not fails:
+            second.apply()
+            await_uses(jobs, ("engine", second.version.number, "applied"))
+            publish(publisher, 3)
+            last = jobs.update(subscriber, in_place=True)
+            await_uses(jobs, ("engine", last.number, "applied"))
+            return
+        monkeypatch.setattr(StagedRestore, "apply", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            second.apply()
+        assert subscriber.is_mixed
+        await_uses(jobs, ("engine", second.version.number, "failed"))  # it has no whole version
+        with pytest.raises(errors.VersionTimeoutError):
+            jobs.fetch(subscriber, step=9, timeout_s=0.1)
+        await_uses(jobs, ("engine", second.version.number, "failed"))
 
 
 # --- who is gone, and who does not answer ----------------------------------------------------------------------------
@@ -704,126 +716,3 @@ def test_32_experts_move(jobs):
         with Subscriber(FEED, {f"expert.{expert}": slots[slot] for slot, expert in enumerate(mapping)}) as subscriber:
             jobs.update(subscriber)
         assert slots.equal(experts[mapping])
-
-
-# --- damage and strangers --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["mapped", "http"])
-def test_38_damaged_memory(jobs, monkeypatch, way):
-    if way == "http":
-        monkeypatch.setattr(sources, "folder_of", lambda _: None)
-    publish(jobs.publisher(), 1)
-    (data,) = [path for path in files(jobs.folder) if path.suffix == ".data"]
-    with data.open("r+b") as file:
-        file.write(b"\xff")
-    target = blank()
-    with Subscriber(FEED, target) as subscriber:
-        with pytest.raises(errors.CheckpointCorruptError, match=r"no host holds the part of client 0 .* undamaged"):
-            jobs.fetch(subscriber)
-        assert (subscriber.version, all(not value.count_nonzero() for value in target.values())) == (None, True)
-
-
-class Stranger:
-    """Sends requests to a publisher's server."""
-
-    def __init__(self, url, lease):
-        self._url = url
-        self.ticket = lease.parts[0].ticket.hex()
-        self.save = save_of_version(lease.feed, lease.number, lease.step, len(lease.parts))
-
-    def ask(self, method, path, *, shown=None, body=None, **headers):
-        connection = HTTPConnection(self._url, timeout=10.0)
-        try:
-            shown = self.ticket if shown is None else shown
-            connection.request(method, path, body, {"Authorization": f"Bearer {shown}"} | headers)
-            return connection.getresponse().status
-        finally:
-            connection.close()
-
-    def read(self, boxes, **options):
-        body = boxes if isinstance(boxes, bytes) else json.dumps(boxes).encode()
-        return self.ask("POST", f"/v1/read/{self.save.name}/0", body=body, **options)
-
-
-def test_40_strangers_at_the_server(jobs, monkeypatch):
-    publisher = jobs.publisher(keep=2)
-    publish(publisher, 1)
-    lease = jobs.feeds("engine").subscribe(FEED, timeout_s=WAIT_S)
-    publish(publisher, 2)
-    other = save_of_version(FEED, lease.number + 1, 2, 1)
-    stranger = Stranger(publisher._server.url, lease)
-    name = stranger.save.name
-    whole = [[0, [0, 0], [8, 6], None]]
-    assert stranger.read(whole) == 200
-    assert stranger.ask("GET", f"/v1/indexes/{name}") == 200
-    forged = stranger.ticket[:-2] + ("00" if stranger.ticket[-2:] != "00" else "11")
-    for shown in ("", "x", "\xff", forged, stranger.ticket * 20, "0" * 60_000):
-        assert stranger.read(whole, shown=shown) == 403
-    assert stranger.ask("GET", f"/v1/indexes/{other.name}") == 403
-    assert stranger.ask("PUT", f"/v1/parts/{name}/0", body=b"x" * 100) == 403
-    assert stranger.ask("GET", "/v1/texts/1") == 403
-    with monkeypatch.context() as patch:
-        patch.setattr(publisher_module.time, "time", lambda now=time.time: now() + 2 * 3600)
-        assert stranger.read(whole) == 403
-    for path in ("/", "/v1", "/v1/read/../../etc/passwd/0", f"/v1/read/{name}", "/v1/other/x"):
-        assert stranger.ask("POST", path, body=b"") in (400, 403, 404)
-    for client in ("-1", "1", "x", "9" * 30):
-        assert stranger.ask("POST", f"/v1/read/{name}/{client}", body=json.dumps(whole).encode()) in (400, 404)
-    malformed = [
-        b"", b"{", b"\xff\xff", b"3", b"null", b"{}x", b"[1]", b"[[]]", b"[" * 100_000, b'"text"',
-        b'[["0",[0,0],[1,1],null]]', [[9, [0, 0], [1, 1], None]], [[-1, [0, 0], [1, 1], None]],
-        [[0, [0, 0], [9, 1], None]], [[0, [-1, 0], [1, 1], None]], [[0, [0], [1], None]], [[0, [0, 0], [0, 0], None]],
-        [[0, [0, 0], [1.5, 1], None]], [[True, [0, 0], [1, "1"], None]], [[0, [0, 0], [1, 1], None]] * 5000,
-    ]  # fmt: skip
-    for body in malformed:
-        assert stranger.read(body) == 400, body[:3]
-    for length in ("x", "-5", str(1 << 50), ""):
-        assert stranger.ask("POST", f"/v1/read/{name}/0", **{"Content-Length": length}) == 400
-    assert stranger.read(whole) == 200
-    assert jobs.update(Subscriber(FEED, blank())).step == 2
-
-
-def test_40_answers_are_bounded(jobs, monkeypatch):
-    publisher = jobs.publisher()
-    publish(publisher, 1, {"w": torch.zeros(1024, 1024)})
-    stranger = Stranger(publisher._server.url, jobs.feeds("engine").subscribe(FEED, timeout_s=WAIT_S))
-    assert stranger.read([[0, [0, 0], [1024, 1000], None]] * 20) == 400
-    assert stranger.read([[0, [0, 0], [1024, 1000], None]]) == 200
-    monkeypatch.setattr(part_server, "MAX_CONNECTIONS", 4)
-    server = PartServer(publisher._folder, "127.0.0.1", 5.0)
-    try:
-        server.open("token")
-        host, _, port = server.url.rpartition(":")
-        kept = [socket.create_connection((host, int(port))) for _ in range(4)]
-        time.sleep(0.2)
-        with socket.create_connection((host, int(port))) as refused:
-            refused.settimeout(5.0)
-            assert refused.recv(1) == b""
-        for connection in kept:
-            connection.close()
-        deadline, status = time.monotonic() + WAIT_S, 0
-        while status != 404 and time.monotonic() < deadline:
-            connection = HTTPConnection(server.url, timeout=5.0)
-            try:
-                connection.request("GET", "/nothing")
-                status = connection.getresponse().status
-            except OSError:
-                time.sleep(0.05)
-            finally:
-                connection.close()
-        assert status == 404
-    finally:
-        server.close()
-
-
-def test_40_nothing_is_unpickled():
-    root = Path(dtckpt.__file__).parent
-    for folder in ("checkpoint/live", "checkpoint/parts", "coordination/feeds"):
-        for path in (root / folder).glob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                names = [node.module] if isinstance(node, ast.ImportFrom) else []
-                names += [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-                calls = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
-                assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & set(names), path
-                assert (getattr(getattr(node, "func", None), "value", None), calls) != ("torch", "load"), path

@@ -12,10 +12,16 @@ from dtckpt.errors import CheckpointCorruptError, ConfigError
 def test_locations_there_and_back(feed, step):
     location = location_of_version(feed, step)
     assert is_live(location)
-    assert parse_location(location) == parse_location(str(location)) == (feed, step)
+    assert parse_location(location) == parse_location(str(location)) == (feed, step, "")
+    for registry in ("10.0.0.5:50051", "trainer-0.train:5", "[::1]:50051"):
+        there = location_of_version(feed, step, registry)
+        assert parse_location(there) == parse_location(str(there)) == (feed, step, registry)
 
 
-@pytest.mark.parametrize("text", ["live://policy@", "live://policy@x", "live://a@1@2", "live://policy@-1"])
+@pytest.mark.parametrize(
+    "text",
+    ["live://policy@", "live://policy@x", "live://a@1@2", "live://policy@-1", "live://h:5", "live://h:x/policy"],
+)
 def test_locations_that_are_none(text):
     with pytest.raises(ConfigError, match="expected live://feed"):
         parse_location(text)

@@ -1,13 +1,13 @@
 """The server of parts refuses bad requests, and lives on: hostile peers, and writers of earlier attempts."""
 
 import json
-import math
 import socket
 import threading
 import time
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,9 +15,10 @@ from dtckpt.checkpoint.parts import server as server_module
 from dtckpt.checkpoint.parts.announced_boxes import MAX_ANNOUNCEMENT_NBYTES, AnnouncedBoxes, announcement
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.open_part import OpenPart, piece_digest, piece_seed
-from dtckpt.checkpoint.parts.peers import BoxRequest, Peer
+from dtckpt.checkpoint.parts.peers import Peer
 from dtckpt.checkpoint.parts.records import PartBox, PartIndex, PartPiece, PartTensor, SaveId
 from dtckpt.checkpoint.parts.server import LENGTH_NBYTES, PartServer
+from dtckpt.checkpoint.parts.transports import BoxRequest
 from dtckpt.checkpoint.reading.pieces import c_strides
 from dtckpt.errors import CheckpointCorruptError, StorageError, StorageFullError
 from dtckpt.layout.region import Region
@@ -83,11 +84,11 @@ def body_of(index, data=DATA):
 
 def read(peer, number, offset, shape):
     """Return the elements of a box, as a client reads them: a piece of which it has the digest, or a box of one."""
-    buffer = bytearray(4 * math.prod(shape))
+    target = np.zeros(shape, np.float32)
     is_whole = tuple(shape) == (12, 5)
     facts = (piece_seed("w", WHOLE), index_of().pieces[0].digest) if is_whole else ()
-    peer.read(SAVE, 1, [BoxRequest(number, Region(tuple(offset), tuple(shape)), memoryview(buffer), *facts)])
-    return bytes(buffer)
+    peer.read(SAVE, 1, [BoxRequest(number, Region(tuple(offset), tuple(shape)), target, target.dtype, *facts)])
+    return target.tobytes()
 
 
 def files_in(folder):
@@ -362,7 +363,8 @@ def put(folder, save, elements):
 
 def box_request(index, buffer, base=None):
     box = index.boxes[0]
-    return BoxRequest(0, COLUMN, memoryview(buffer), piece_seed("w", COLUMN), box.digest, base, 4)
+    target = np.frombuffer(buffer, np.float32).reshape(COLUMN.shape)
+    return BoxRequest(0, COLUMN, target, target.dtype, piece_seed("w", COLUMN), box.digest, base)
 
 
 def test_a_box_with_a_digest_is_verified_by_its_reader(server, peer, folder, monkeypatch):

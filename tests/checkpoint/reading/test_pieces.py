@@ -23,7 +23,7 @@ def test_facts():
     assert whole.pieces[0].element_strides == (2, 1)
     assert [each.stop(whole.itemsize) for each in whole.pieces] == [132, 64]
     index = PieceIndex("any", {"w": whole}, {"tensor": "w"})
-    assert index.file_nbytes() == {"f": 132, "g": 64}
+    assert index.file_nbytes == {"f": 132, "g": 64}
     assert not tensor(piece((0, 0), (4, 2))).is_whole
     assert tensor(shape=(0, 3)).is_whole
     assert tensor(piece((), ()), shape=()).is_whole
@@ -61,7 +61,7 @@ def test_refused(arguments):
 def test_a_piece_in_a_stream_ends_with_the_stream():
     stream = Piece(Region((0, 0), (4, 6)), "a", 10, stream_nbytes=900)
     assert stream.stop(2) == 910
-    assert PieceIndex("any", {"w": tensor(stream)}, {"tensor": "w"}).file_nbytes() == {"a": 910}
+    assert PieceIndex("any", {"w": tensor(stream)}, {"tensor": "w"}).file_nbytes == {"a": 910}
 
 
 def test_elements_in_the_index_itself():

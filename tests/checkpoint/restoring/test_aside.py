@@ -98,7 +98,7 @@ def test_views_and_other_dtypes_are_filled(tmp_path):
 def test_what_memory_holds_is_forgotten_with_the_memory():
     """Else other memory at the same address would count as filled."""
     aside, target = AsideMemory(), {"a": torch.zeros(100), "b": torch.zeros(100)}
-    content = BoxContent("a", Region((0,), (100,)), 1, Region((0,), (100,)), 1)
+    content = BoxContent("a", Region((0,), (100,)), "float32", 1, Region((0,), (100,)), 1)
 
     def note(names):
         for leaf in aside.beside(as_leaf(target[name], name) for name in names):

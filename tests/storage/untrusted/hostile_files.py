@@ -9,10 +9,9 @@ import json
 import random
 import shutil
 import struct
-import tarfile
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,22 +48,23 @@ TREE = {
 }
 FILES = {"torch": "file.pt", "safetensors": "model.safetensors", "tensorflow": "ckpt"}
 """Names of checkpoints that are files, or have a prefix."""
-PEERS = Path(__file__).parents[2] / "checkpoint" / "foreign" / "peers.tar.xz"
-IN_PEERS = {
+PEERS = {
     "megatron": "megatron_versions/v0.13.1/iter_0000007",
     "common state": "megatron_versions/v0.19.0/iter_0000007",
     "zero 2": "deepspeed/z2_bf16_2/global_step3",
     "zero 3": "deepspeed/z3_bf16_2/global_step3",
     "universal": "deepspeed/z2_bf16_2_universal/global_step3_universal",
     "fsdp": "fsdp/fsdp1_flat_2",
+    "orbax": "orbax/v1_state",
+    "orbax zarr": "orbax/v0_plain_zarr2_mesh2x2",
+    "trainer": "huggingface/trainer",
+    "accelerate": "huggingface/accelerate",
 }
-"""By kind, a checkpoint that another library wrote, in `PEERS`."""
-ORBAX = {"orbax": "v1_state", "orbax zarr": "v0_plain_zarr2_mesh2x2"}
-"""By kind, a sample of Orbax."""
+"""By kind, a checkpoint that another library wrote, in `SAMPLES`."""
 KINDS = (
     *("ocdbt", "zarr", "blosc", "torch", "safetensors", "sharded", "dcp", "root", "tensorflow"),
-    *ORBAX,
-    *IN_PEERS,
+    *("megatron zarr", "slices"),
+    *PEERS,
 )
 
 
@@ -87,13 +87,12 @@ def write_honest(root: Path, kind: str) -> Path:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save({**tensors, "step": 3, "betas": [0.9, 0.95]}, checkpoint_id=path)
-    elif kind in IN_PEERS:
-        with tarfile.open(PEERS) as archive:
-            archive.extractall(root / "all", filter="data")
-        (root / "all" / IN_PEERS[kind]).rename(path)
-        shutil.rmtree(root / "all")
-    elif kind in ORBAX:
-        shutil.copytree(SAMPLES / "orbax" / ORBAX[kind], path)
+    elif kind == "megatron zarr":
+        _write_zarr(path, tensors["w"])
+    elif kind == "slices":
+        _write_slices(path)
+    elif kind in PEERS:
+        shutil.copytree(SAMPLES / PEERS[kind], path)
     elif kind == "tensorflow":
         for file in (SAMPLES / "tensorflow" / "object").iterdir():
             shutil.copyfile(file, root / file.name.replace("ckpt-1", "ckpt"))
@@ -107,18 +106,49 @@ def write_honest(root: Path, kind: str) -> Path:
     return path
 
 
+def _write_zarr(path: Path, elements: torch.Tensor) -> None:
+    """Write a checkpoint of Megatron's zarr: an array of two chunks, a sharded object, and the common state."""
+    (path / "w").mkdir(parents=True)
+    rows, columns = elements.shape
+    document = {
+        "zarr_format": 2,
+        "shape": [rows, columns],
+        "chunks": [rows // 2, columns],
+        "dtype": "<f4",
+        "order": "C",
+    }
+    (path / "w" / ".zarray").write_text(json.dumps(document | {"compressor": None, "fill_value": None}))
+    for number, half in enumerate(elements.chunk(2)):
+        (path / "w" / f"{number}.0").write_bytes(half.numpy().tobytes())
+    torch.save([{"seed": 1, "state": torch.ones(3)}], path / "w" / "shard_0_1.pt")
+    torch.save({"iteration": 7}, path / "common.pt")
+    (path / "metadata.json").write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+
+
+def _write_slices(path: Path) -> None:
+    """Write a checkpoint of DeepSpeed of two slices, with one expert, and the patterns that tell how to join them."""
+    path.mkdir()
+    info = {"universal_checkpoint_version": 0.2, "tp_replicated_parameter_patterns": [r"\d+.norm"]}
+    for rank in range(2):
+        module = {"0.w": torch.ones(2, 3) * rank, "0.norm": torch.ones(3)}
+        content = {"module": module, "buffer_names": [], "mp_world_size": 2, "universal_checkpoint_info": info}
+        torch.save(content, path / f"mp_rank_0{rank}_model_states.pt")
+        torch.save({"0.expert.w": torch.ones(2, 3)}, path / f"layer_0_expert_0_mp_rank_0{rank}_model_states.pt")
+
+
 # --- mutations --------------------------------------------------------------------------------------------------------
 
 
-def write_mutation(root: Path, honest: Path, draw: random.Random) -> Path:
+def write_mutation(root: Path, honest: Path, draw: random.Random, kinds: Sequence[str] = KINDS) -> Path:
     """Write a sound checkpoint with one change; return its path.
 
     Args:
         root: Where to.
         honest: The folder of the sound checkpoints, by kind.
         draw: Chooses the checkpoint and the change.
+        kinds: The kinds of checkpoints to choose from.
     """
-    kind = draw.choice(KINDS)
+    kind = draw.choice(kinds)
     shutil.copytree(honest / kind, root)
     files = sorted(file for file in root.rglob("*") if file.is_file())
     # Changes matter most in files that describe others; elements have digests.
@@ -244,6 +274,24 @@ def _template(root: Path, honest: Path, draw: random.Random) -> Path:
     bomb = draw.choice((_json_bomb(draw), json.dumps(sizes).encode()))
     (root / STEP / "template.json").write_bytes(bomb)
     return root / STEP
+
+
+def _trainer(root: Path, honest: Path, draw: random.Random) -> Path:
+    shutil.copytree(honest / "trainer", root)
+    folder = root / STEP
+    change = draw.randrange(4)
+    if change == 0:
+        (folder / "trainer_state.json").write_bytes(_json_bomb(draw))
+    elif change == 1:
+        (folder / "template.json").write_bytes(draw.choice((_json_bomb(draw), json.dumps({"w": [1 << 61]}).encode())))
+    elif change == 2:
+        file = draw.choice(("optimizer.pt", "scheduler.pt", "rng_state.pth"))
+        (folder / file).write_bytes(zip_of(draw.choice(TREES)(draw), {"0": bytes(4)}))
+    else:
+        groups = [{"params": list(range(100_000)), "param_names": ["w" * 1000] * 100_000}]
+        torch.save({"state": {}, "param_groups": groups * draw.choice((1, 1000))}, folder / "optimizer.pt")
+        (folder / f"rng_state_{draw.choice((3, 99_999, 999_999))}.pth").write_bytes(b"")
+    return folder
 
 
 def _json_bomb(draw: random.Random) -> bytes:
@@ -440,6 +488,6 @@ def _root(root: Path, honest: Path, draw: random.Random) -> Path:
 Bomb = Callable[[Path, Path, random.Random], Path]
 BOMBS: tuple[Bomb, ...] = (
     *(_torch, _torch, _torch, _dcp, _dcp, _dcp, _safetensors, _safetensors, _index, _manifest, _manifest, _manifest),
-    *(_deepspeed, _deepspeed, _deepspeed, _template),
+    *(_deepspeed, _deepspeed, _deepspeed, _template, _trainer, _trainer),
     *(_documents, _compressed, _database, _root, _root, _orbax, _orbax, _bundle),
 )

@@ -1,6 +1,6 @@
 """Read strangers' files with every command, each in a separate process, in bounded memory and time.
 
-    python -m storage.untrusted.hostile_runs --mutations 10000 --bombs 200
+    python -m storage.untrusted.hostile_runs --mutations 10000 --bombs 200 [--kinds "zero 3" tensorflow]
 
 runs all, and prints the worst cases. A case fails if a command takes more memory than `allowed_nbytes`, more time than
 `allowed_s`, reports an internal error, or ends the process.
@@ -17,7 +17,7 @@ import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,9 @@ def allowed_s(file_nbytes: int) -> float:
     return PATIENCE_S + PATIENCE_S_PER_MB * file_nbytes / 1e6
 
 
-def run_all(folder: Path, kind: str, cases: range, commands: int, seed: int) -> Iterator[Run]:
+def run_all(
+    folder: Path, kind: str, cases: range, commands: int, seed: int, kinds: Sequence[str] = ()
+) -> Iterator[Run]:
     """Run commands on hostile files; yield the result of each.
 
     Args:
@@ -105,6 +107,7 @@ def run_all(folder: Path, kind: str, cases: range, commands: int, seed: int) -> 
         cases: Numbers of the cases.
         commands: How many commands read each.
         seed: Decides all cases.
+        kinds: Kinds of checkpoints that are mutated; none: all.
     """
     prepare = forkserver.start(_prepare, str(folder))
     prepare.join()
@@ -112,7 +115,7 @@ def run_all(folder: Path, kind: str, cases: range, commands: int, seed: int) -> 
     left = list(cases)
     while left:
         reader, writer = forkserver.Pipe(duplex=False)
-        child = forkserver.start(_run_batch, writer, str(folder), kind, left[:_BATCH], commands, seed)
+        child = forkserver.start(_run_batch, writer, str(folder), kind, left[:_BATCH], commands, seed, kinds)
         writer.close()
         begun: tuple[int, str, int] | None = None
         try:
@@ -142,18 +145,23 @@ def _prepare(folder: str) -> None:
         hostile_files.write_honest(Path(folder, "honest", kind), kind)
 
 
-def _run_batch(writer: Any, folder: str, kind: str, cases: list[int], commands: int, seed: int) -> None:
+def _run_batch(
+    writer: Any, folder: str, kind: str, cases: list[int], commands: int, seed: int, kinds: Sequence[str]
+) -> None:
     """Run the commands on some cases; send each `Run`, before it what begins, and at last the case."""
     from . import hostile_files
 
-    write = hostile_files.write_bomb if kind == "bomb" else hostile_files.write_mutation
     honest = Path(folder, "honest")
     # Far above every bound, so that only the machine is protected by it.
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
     for case in cases:
         draw = random.Random(f"{seed} {kind} {case}")
         with tempfile.TemporaryDirectory(dir=folder) as name:
-            path = write(Path(name, "root"), honest, draw)
+            root = Path(name, "root")
+            if kind == "bomb":
+                path = hostile_files.write_bomb(root, honest, draw)
+            else:
+                path = hostile_files.write_mutation(root, honest, draw, kinds or hostile_files.KINDS)
             nbytes = sum(file.stat().st_size for file in Path(name, "root").rglob("*") if file.is_file())
             for command in draw.sample(NAMES, min(commands, len(NAMES))):
                 writer.send((case, command, nbytes))
@@ -218,12 +226,15 @@ def main() -> None:
     parser.add_argument("--mutations", type=int, default=10_000)
     parser.add_argument("--bombs", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--kinds", nargs="*", default=(), help="mutate only such checkpoints")
     options = parser.parse_args()
     for kind, count, commands in (("bomb", options.bombs, len(NAMES)), ("mutation", options.mutations, 1)):
         for first in range(0, count, _SLICE):
             cases = range(first, min(first + _SLICE, count))
             with tempfile.TemporaryDirectory() as folder:
-                print(report(list(run_all(Path(folder), kind, cases, commands, options.seed))), flush=True)
+                print(
+                    report(list(run_all(Path(folder), kind, cases, commands, options.seed, options.kinds))), flush=True
+                )
 
 
 if __name__ == "__main__":

@@ -12,10 +12,13 @@ import sys
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from support.time_limit import time_limit
 
 import dtckpt
 from dtckpt import CheckpointManager, LocalTier
+from dtckpt.checkpoint.copying.scrub_state import STATE_NAME
 from dtckpt.checkpoint.managing.root import LOCK_NAME, RootLock
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER
 from dtckpt.checkpoint.parts.host_folder import HostFolder, job_name
@@ -37,6 +40,7 @@ FILES = [
     f"{IDENTITY_NAME}.draft",
     f".{IDENTITY_NAME[1:]}.draft",
     f"{STATUS_NAME}.draft",
+    STATE_NAME,
 ]
 FOLDERS = [
     RUNS_FOLDER,
@@ -94,6 +98,13 @@ def content(folder):
     return found
 
 
+def key_at(folder):
+    """Write a private key; return its path."""
+    key = Ed25519PrivateKey.generate().private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    (folder / "key.pem").write_bytes(key)
+    return folder / "key.pem"
+
+
 def work(root, tier_path):
     """Do all that the library does below a root; return the errors."""
     errors = []
@@ -118,6 +129,11 @@ def work(root, tier_path):
         ["gc", root, "--keep", "1", "--min-age", "0", "--yes"],
         ["gc", root, "--keep", "1", "--min-age", "0", "--yes"],
         ["ls", root],
+        ["copy", root, root.parent / "copies"],
+        ["scrub", root],
+        ["scrub", root, "--from", root.parent / "copies"],
+        ["copy", root.parent / "copies", root, "--overwrite", "--keep-links"],
+        ["sign", root / "step_00000003", "--key", key_at(root.parent)],
     ):
         code = main([str(each) for each in command])
         assert code not in (ExitCode.USAGE, ExitCode.INTERNAL), command
@@ -306,6 +322,9 @@ class TestLocalFolder:
         lambda folder: (folder / "a" / "b").make(),
         lambda folder: (folder / "a").remove(["f"]),
         lambda folder: (folder / "a").open_lock("f", to_write=True),
+        lambda folder: folder.rewrite("a/f").__enter__(),
+        lambda folder: folder.link("a/g", folder, "a/f"),
+        lambda folder: os.close(folder.open_file("a/f")),
     )
 
     @pytest.mark.parametrize("change", CHANGES)

@@ -1,0 +1,215 @@
+"""Signed checkpoints: a restore with trusted keys takes the signed bytes, or fills nothing."""
+
+import shutil
+
+import pytest
+import torch
+from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+import dtckpt
+from dtckpt import RestoreOptions, errors
+from dtckpt.checkpoint.signing.signed_folder import SignedFolder
+from dtckpt.checkpoint.signing.statement import SIGNATURE_NAME, BlockHasher, Envelope, SignedFiles, block_nbytes_of
+
+from ..copying.roots import OPTIONS, files_in, flip, is_step, save_steps, state, step_folder
+from . import sign_cases
+
+
+def pem_pair(folder, name):
+    """Write the two files of a new key; return their paths."""
+    key = Ed25519PrivateKey.generate()
+    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
+    private.write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    return private, public
+
+
+@pytest.fixture
+def keys(tmp_path):
+    return pem_pair(tmp_path, "ours")
+
+
+@pytest.fixture
+def strangers(tmp_path):
+    return pem_pair(tmp_path, "theirs")
+
+
+def refused(path, public, match=None):
+    """Check that a restore is refused, and that it fills nothing."""
+    target = {
+        "w": torch.full((300, 257), -1.0),
+        "half": torch.zeros(64, 33).bfloat16(),
+        "tiny": torch.zeros(3),
+        "step": 0,
+    }
+    # Without a manifest there is no checkpoint.
+    with pytest.raises((errors.CheckpointUntrustedError, errors.CheckpointIncompleteError), match=match):
+        dtckpt.restore(path, target, options=RestoreOptions(trusted_keys=[public]))
+    assert bool((target["w"] == -1).all())
+    assert target["step"] == 0
+    assert not target["tiny"].any()
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_signed_checkpoint_is_restored(tmp_path, keys, kind):
+    path = tmp_path / "s"
+    dtckpt.save(path, state(1), options=OPTIONS[kind])
+    report = dtckpt.sign(path, keys[0])
+    tree = dtckpt.restore(path, options=RestoreOptions(trusted_keys=[keys[1]]))
+    assert all(tree[name].equal(state(1)[name]) for name in ("w", "half", "tiny"))
+    assert report.num_files == len(files_in(path)) - 1
+    assert report.nbytes == sum(file.stat().st_size for file in files_in(path) if file.name != SIGNATURE_NAME)
+    with dtckpt.open_checkpoint(path, trusted_keys=[keys[1].read_bytes()]) as checkpoint:
+        assert checkpoint.verify().is_sound
+        assert checkpoint.signed.signers == (report.key,)
+    assert is_step(path, 1)
+
+
+def test_a_copy_is_signed_too(tmp_path, keys):
+    dtckpt.save(tmp_path / "s", state(1))
+    dtckpt.sign(tmp_path / "s", keys[0])
+    dtckpt.copy(tmp_path / "s", tmp_path / "d")
+    dtckpt.restore(tmp_path / "d", options=RestoreOptions(trusted_keys=[keys[1]]))
+
+
+def test_signatures_of_several_keys(tmp_path, keys, strangers):
+    path = tmp_path / "s"
+    dtckpt.save(path, state(1))
+    refused(path, keys[1], "is not signed")
+    dtckpt.sign(path, strangers[0])
+    refused(path, keys[1], "no trusted key has signed")
+    assert dtckpt.sign(path, keys[0]).num_signatures == 2
+    for public in (keys[1], strangers[1]):
+        dtckpt.restore(path, options=RestoreOptions(trusted_keys=[public]))
+    dtckpt.save(path, state(2), options=dtckpt.SaveOptions(overwrite=True))
+    refused(path, keys[1], "is not signed")
+
+
+@pytest.mark.parametrize("kind", ["ocdbt", "zarr"])
+def test_any_changed_file_is_refused(tmp_path, keys, kind):
+    path = tmp_path / "s"
+    dtckpt.save(path, state(1), options=OPTIONS[kind])
+    dtckpt.sign(path, keys[0])
+    for file in files_in(path):
+        data = file.read_bytes()
+        for changed in (data[:-1] + bytes([data[-1] ^ 1]), data[:-1], None):
+            if changed is None:
+                file.unlink()
+            else:
+                file.write_bytes(changed)
+            refused(path, keys[1])
+            file.write_bytes(data)
+    (path / "extra").write_text("no reader looks at it")
+    dtckpt.restore(path, options=RestoreOptions(trusted_keys=[keys[1]]))
+
+
+def test_other_values_under_all_digests_of_the_format_are_refused(tmp_path, keys):
+    """Forge a checkpoint: another save is right by all of its own digests."""
+    for name, step in (("s", 1), ("forged", 2)):
+        dtckpt.save(tmp_path / name, state(step))
+    dtckpt.sign(tmp_path / "s", keys[0])
+    shutil.copy(tmp_path / "s" / SIGNATURE_NAME, tmp_path / "forged")
+    assert dtckpt.open_checkpoint(tmp_path / "forged").verify().is_sound
+    refused(tmp_path / "forged", keys[1])
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_bytes_that_change_after_they_were_verified_are_not_used(tmp_path, keys, monkeypatch, kind):
+    path = tmp_path / "s"
+    dtckpt.save(path, state(1), options=OPTIONS[kind])
+    dtckpt.save(tmp_path / "other", state(2), options=OPTIONS[kind])
+    dtckpt.sign(path, keys[0])
+    validate = SignedFolder.validate_share
+
+    def validate_and_exchange(self, *args):
+        validate(self, *args)
+        files = [file for file in files_in(path) if file.stat().st_size > 1000]
+        for file in files:
+            if file.name != "dtckpt.manifest":
+                flip(file, 500)
+
+    monkeypatch.setattr(SignedFolder, "validate_share", validate_and_exchange)
+    with pytest.raises(errors.CheckpointUntrustedError, match="changed after it was signed"):
+        dtckpt.restore(path, options=RestoreOptions(trusted_keys=[keys[1]]))
+
+
+def test_a_damaged_checkpoint_is_not_signed(tmp_path, keys):
+    dtckpt.save(tmp_path / "s", state(1))
+    flip(max(files_in(tmp_path / "s"), key=lambda file: file.stat().st_size), 1000)
+    with pytest.raises(errors.CheckpointCorruptError, match="nothing is signed"):
+        dtckpt.sign(tmp_path / "s", keys[0])
+    assert not (tmp_path / "s" / SIGNATURE_NAME).exists()
+
+
+def test_keys_that_cannot_be_used(tmp_path, keys):
+    dtckpt.save(tmp_path / "s", state(1))
+    curve = generate_private_key(SECP256R1()).private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    for key in (tmp_path / "none", keys[1], b"no key", curve):
+        with pytest.raises(errors.ConfigError):
+            dtckpt.sign(tmp_path / "s", key)
+    dtckpt.sign(tmp_path / "s", keys[0])
+    for key in (tmp_path / "none", keys[0], b"no key"):
+        with pytest.raises(errors.ConfigError):
+            dtckpt.restore(tmp_path / "s", options=RestoreOptions(trusted_keys=[key]))
+    for keys_ in ("key.pub", [1], 3):
+        with pytest.raises(errors.ConfigError, match="trusted_keys"):
+            RestoreOptions(trusted_keys=keys_)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[]", b"\xff", b"[" * 100_000, b'{"payloadType": "x", "signatures": []}']
+)
+def test_a_prepared_signature_is_refused(tmp_path, keys, data):
+    dtckpt.save(tmp_path / "s", state(1))
+    (tmp_path / "s" / SIGNATURE_NAME).write_bytes(data)
+    refused(tmp_path / "s", keys[1], "cannot be read|no trusted key")
+
+
+def test_checkpoints_that_no_key_can_sign(tmp_path, keys):
+    torch.save({"w": torch.ones(3)}, tmp_path / "model.pt")
+    with pytest.raises(errors.CheckpointUntrustedError):
+        dtckpt.open_checkpoint(tmp_path / "model.pt", trusted_keys=[keys[1]])
+
+
+def test_a_manager_passes_over_steps_that_are_not_signed(tmp_path, keys):
+    save_steps(tmp_path / "run", [1, 2, 3])
+    dtckpt.sign(step_folder(tmp_path / "run", 2), keys[0])
+    with dtckpt.CheckpointManager(tmp_path / "run", trusted_keys=[keys[1]]) as manager:
+        restored = manager.restore()
+        assert restored.step == 2
+        assert "is not signed" in restored.skipped[3]
+        with pytest.raises(errors.CheckpointUntrustedError):
+            manager.restore(1)
+
+
+def test_statements_keep_what_they_are_given():
+    pieces = [b"a" * (1 << 20), b"b", b"", b"c" * (3 << 20)]
+    hasher = BlockHasher(1 << 20)
+    for piece in pieces:
+        hasher.add(memoryview(piece))
+    signed = SignedFiles(1 << 20, {"f": hasher.file(), "empty": BlockHasher(1 << 20).file()})
+    assert signed.files["f"].nbytes == (4 << 20) + 1
+    assert len(signed.files["f"].digests) == 5 * 32
+    assert SignedFiles.from_bytes(signed.to_bytes()) == signed
+    envelope = Envelope(signed.to_bytes(), {"k": b"sig"})
+    assert Envelope.from_bytes(envelope.to_bytes()) == envelope
+    assert [block_nbytes_of(nbytes) >> 20 for nbytes in (0, 1 << 40, (1 << 40) + 1, 1 << 50)] == [1, 1, 2, 1024]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("read_once", [None, False])
+def test_all_clients_are_refused_alike(pool, tmp_path, keys, strangers, read_once):
+    path = tmp_path / "s"
+    pool.values(sign_cases.save, f"{path}", clients=2)
+    dtckpt.sign(path, keys[0])
+    assert pool.values(sign_cases.restore, f"{path}", f"{keys[1]}", read_once, clients=2) == [True, True]
+    answers = pool.run(sign_cases.restore, f"{path}", f"{strangers[1]}", read_once, clients=2)
+    assert {answer.error for answer in answers} == {"CheckpointUntrustedError"}
+    answers = pool.run(sign_cases.restore_by_own_keys, f"{path}", f"{keys[1]}", clients=2)
+    assert {answer.error for answer in answers} == {"CheckpointUntrustedError"}
+    flip(max(files_in(path), key=lambda file: file.stat().st_size), 1000)
+    answers = pool.run(sign_cases.restore, f"{path}", f"{keys[1]}", read_once, clients=2)
+    assert {answer.error for answer in answers} == {"CheckpointUntrustedError"}
+    assert len({answer.text for answer in answers}) == 1
