@@ -20,6 +20,8 @@ from dtckpt.storage.failures import MalformedError
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_folder import LocalFolder, is_draft
 
+WRITE_NBYTES = 256 << 10
+"""Bytes of one write to a local file."""
 RANGE_NBYTES = 8 << 20
 """Bytes that one read or write takes, unless a chunk is larger."""
 
@@ -230,7 +232,7 @@ def _fill_pieces(descriptor: int, pieces: Iterable[memoryview]) -> tuple[int, di
         ranges[nbytes] = bytes_digest(piece)
         done = 0
         while done < piece.nbytes:
-            done += os.pwrite(descriptor, piece[done:], nbytes + done)
+            done += os.pwrite(descriptor, piece[done : done + WRITE_NBYTES], nbytes + done)
         nbytes += piece.nbytes
     return nbytes, ranges
 

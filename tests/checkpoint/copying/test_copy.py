@@ -116,7 +116,7 @@ def test_a_copy_that_does_not_read_back_is_not_committed(tmp_path, monkeypatch):
 
     def write_and_lose(descriptor, data, offset):
         count = write(descriptor, data, offset)
-        if count > 300_000:
+        if count > 200_000:
             write(descriptor, b"lost", offset + 1000)
         return count
 
