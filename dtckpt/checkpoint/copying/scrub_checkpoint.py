@@ -155,7 +155,7 @@ def _validate(name: str, read: Callable[[], object]) -> None:
         raise MalformedError(f"{name} is damaged: {error}") from None
 
 
-def _no_bytes(start: int, stop: int) -> memoryview:  # noqa: ARG001  (as of `RangeSource`)
+def _no_bytes(start: int, stop: int) -> memoryview:  # noqa: ARG001  (as a `RangeSource`)
     return memoryview(b"")
 
 
