@@ -94,8 +94,8 @@ def test_a_local_restore_begins_anew_when_the_checkpoint_is_replaced(tmp_path, m
     path = saved(tmp_path, {"w": torch.ones(4)})
     opened = []
 
-    def open_then_replace(where):
-        checkpoint = reader.open_checkpoint(where)
+    def open_then_replace(where, **options):
+        checkpoint = reader.open_checkpoint(where, **options)
         opened.append(checkpoint)
         if len(opened) == 1:
             dtckpt.save(path, {"w": torch.full((4,), 7.0)}, options=OVERWRITE)
@@ -207,7 +207,7 @@ class Late:
         def result():
             if not future.done():
                 self.waiting -= elements.nbytes
-                future.set_result((number, [], 0))
+                future.set_result(chunk_digests.ChunkDigests(number, [], number))
             return Future.result(future)
 
         future.result = result

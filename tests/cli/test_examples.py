@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from support.coordinators import running_server
 from support.states import packed
 
@@ -44,6 +46,17 @@ def folder(tmp_path_factory):
     dtckpt.convert(folder / "step_100", folder / "model.safetensors", select="model/*", rename={"model/*": "*"})
     (folder / "Llama-3-8B").mkdir()
     dtckpt.convert(folder / "step_100", folder / "Llama-3-8B", to="safetensors", overwrite=True, select="model/*")
+    key = Ed25519PrivateKey.generate()
+    (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    for name in ("key.pub", "release.pub"):
+        (folder / name).write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
+    for step in ("step_100", "run/step_00000100"):
+        dtckpt.sign(folder / step, folder / "key.pem")
+    # What stands for storage elsewhere.
+    for name in ("archive", "scratch", "metrics"):
+        (folder / name).mkdir()
+    for name in ("run", "step_100"):
+        dtckpt.copy(folder / name, folder / "bucket" / name)
     (folder / "runs" / "dcp").mkdir(parents=True)
     dtckpt.convert(folder / "step_100", folder / "runs" / "dcp" / "step_100", to="dcp")
     return folder
@@ -71,7 +84,10 @@ def coordinator(monkeypatch):
 @pytest.mark.parametrize("run", [run_process, run_on_terminal], ids=["pipe", "terminal"])
 @pytest.mark.parametrize("example", [example for example in EXAMPLES if "--watch" not in example])
 def test_example(folder, example, run, coordinator):
-    here = {"host3,host7": "host3", "s3://bucket": f"file://{folder}", "localhost:50051": coordinator}
+    here = {
+        "host3,host7": "host3", "s3://bucket": f"file://{folder}/bucket", "localhost:50051": coordinator,
+        "/archive": f"{folder}/archive", "/scratch": f"{folder}/scratch", "/var/lib/node_exporter": f"{folder}/metrics",
+    }  # fmt: skip
     for text, own in here.items():
         example = example.replace(text, own)
     command, *args = shlex.split(example)

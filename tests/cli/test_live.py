@@ -163,7 +163,12 @@ def test_the_version_that_was_planned_is_converted(run, tmp_path, monkeypatch):
     from dtckpt.checkpoint.converting import convert as module
 
     opened, open_checkpoint = [], module.open_checkpoint
-    monkeypatch.setattr(module, "open_checkpoint", lambda path: opened.append(str(path)) or open_checkpoint(path))
+
+    def noted(path, **options):
+        opened.append(str(path))
+        return open_checkpoint(path, **options)
+
+    monkeypatch.setattr(module, "open_checkpoint", noted)
     assert run("convert", "live://policy", tmp_path / "step_20").code == 0
     assert opened[:2] == ["live://policy", "live://policy@20"]
 

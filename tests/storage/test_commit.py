@@ -129,12 +129,12 @@ def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
     """A client's database that is missing would pass for one that holds nothing."""
     merge = merging.merge
 
-    def lose(kind, root, last_written):
+    def lose(kind, root, last_written, *shared):
         ((client, key),) = last_written.items()
         folder, name = (root / client_folder(client), DATABASE_NAME) if kind == "ocdbt" else (root, key)
         folder.read(name, 0, 1)
         folder.remove([name])
-        merge(kind, root, last_written)
+        merge(kind, root, last_written, *shared)
 
     save(path, 1)
     with monkeypatch.context() as patch:

@@ -220,7 +220,7 @@ def resume(root: str, odd_client: int = -1) -> tuple[int, list[int], list[str]]:
     mesh = mesh_over_all({"x": dtckpt.num_clients()})
     open_checkpoint = restoring.open_checkpoint
 
-    def fail_once(path: Any) -> Any:
+    def fail_once(path: Any, **_: Any) -> Any:
         restoring.open_checkpoint = open_checkpoint
         raise errors.CheckpointCorruptError(f"{path} is damaged for me alone")
 
