@@ -7,6 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from storage.untrusted.hostile_files import write_honest
 
 import dtckpt
 from checkpoint.foreign.sample_files import SAMPLES
@@ -44,6 +45,10 @@ def nemo_folder(path):
     shutil.copytree(SAMPLES / "megatron/tp2pp1_swiglu/iter_0000005", path / "weights")
 
 
+def megatron_zarr_folder(path):
+    write_honest(path.parent / "written", "megatron zarr").rename(path)
+
+
 def sample(name):
     return lambda path: shutil.copytree(SAMPLES / name, path)
 
@@ -60,6 +65,7 @@ CASES = {
     "dcp of NeMo": (nemo_folder, "", "context/model.yaml"),
     "dcp of NeMo, weights": (nemo_folder, "", "weights/x"),
     "dcp of FSDP1": (sample("fsdp/fsdp1_orig_2/sharded"), "", "x"),
+    "megatron": (megatron_zarr_folder, "", "x.json"),
     "fsdp": (sample("fsdp/fsdp1_flat_2"), "", "x.json"),
     "deepspeed": (sample("deepspeed/z2_bf16_2/global_step3"), "", "swap.tensor"),
     "deepspeed, stage 3": (sample("deepspeed/z3_bf16_2/global_step3"), "", "x/y"),

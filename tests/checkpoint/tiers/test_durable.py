@@ -390,7 +390,7 @@ def test_storage_that_does_not_answer_at_a_restart(tmp_path, monkeypatch, caplog
         manager_.wait()
         assert manager_.all_steps() == [1, 5]
         assert manager_.abandoned_steps() == []
-    assert any("so only the local tier is restored" in record.getMessage() for record in caplog.records)
+    assert any("cannot be listed, so none of them is restored" in record.getMessage() for record in caplog.records)
 
 
 def test_storage_that_does_not_answer_and_an_empty_tier(tmp_path, monkeypatch):
