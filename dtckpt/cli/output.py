@@ -38,10 +38,12 @@ def write_line(text: str) -> None:
     """Print one line on standard output. Ends the process quietly if the reader of a pipe has gone."""
     try:
         click.echo(text)
-    except BrokenPipeError:
-        # At exit the interpreter flushes standard output once more, and would complain about the closed pipe.
+    except OSError as error:
+        # At exit the interpreter flushes standard output once more. It would complain, and change the exit code.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(128 + signal.SIGPIPE) from None
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        raise
 
 
 def is_quiet() -> bool:
