@@ -36,7 +36,6 @@ from dtckpt.coordination.feeds.events import (
     APPLIED,
     FETCHED,
     MAX_TEXT_CHARS,
-    OUTCOMES,
     Abort,
     Announce,
     Done,
@@ -525,7 +524,7 @@ class FeedRules(Transitions):
     def _done(self, event: Done) -> None:
         lease, feed = self.leases.get((event.feed, event.lease)), self.feeds.get(event.feed)
         if feed is not None and lease is not None and event.who in lease.tasks:
-            lease.outcome = max(lease.outcome, event.outcome, key=("", *OUTCOMES).index)
+            lease.outcome = max(lease.outcome, event.outcome, key=_WEIGHTS.index)
             self._leave_lease(feed, lease, {event.who}, lease.outcome)
         elif feed is not None and lease is None:
             _note_use(feed, event)
@@ -580,6 +579,11 @@ def _state_of(feed: Feed, number: int) -> VersionState:
         return VersionState(number, ended.state)
     version, lost = feed.versions[number], tuple(sorted(feed.versions[number].lost))
     return VersionState(number, version.state, len(version.parts), len(version.leases), lost, version.is_rewound)
+
+
+_WEIGHTS = ("", events.FETCHED, events.APPLIED, events.SKIPPED, events.FAILED)
+"""Of the outcomes of a group's clients, the last one here counts. A group applies a version together: so if a client
+has applied it, the group has, and that client's second `Done` changes nothing."""
 
 
 def _note_use(feed: Feed, event: Done) -> None:
