@@ -83,7 +83,7 @@ print(json.dumps([time.perf_counter() - start, (peak_kib() - before) / 1024]))
 
 
 def convert(source: Path, target: Path, form: str) -> tuple[float, float]:
-    """Convert in a process of its own; return the seconds and the MiB above the start."""
+    """Convert in a new process; return the seconds and the MiB above the start."""
     command = [sys.executable, "-c", _PROGRAM, str(source), str(target), form]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     seconds, peak = json.loads(done.stdout)

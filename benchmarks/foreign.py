@@ -2,11 +2,11 @@
 
 Run: ``python -m benchmarks.foreign [--tensors 10000] [--gib 4] [--rounds 5] [--folder PATH] [--deepspeed PYTHON]``.
 
-The files are made here, without the trainers: those of DeepSpeed by its rules, the others by ``dtckpt convert``. The
-time of ``inspect`` is that of the command less that of ``dtckpt inspect --help``. The ZeRO 3 checkpoint of 8 ranks is
-written anew for a mesh of 2x2, beside ``cp`` and fsync of its files. Each work is a process of its own, and the peak of
-its memory is that above what it has after its imports. With a Python that has DeepSpeed, its ``zero_to_fp32`` and
-``ds_to_universal`` are measured, too.
+The program makes the files without the trainers: DeepSpeed's files by DeepSpeed's rules, the others by ``dtckpt
+convert``. From the time of ``inspect`` it subtracts the time of ``dtckpt inspect --help``. It rewrites the ZeRO 3
+checkpoint of 8 ranks for a mesh of 2x2, beside ``cp`` and fsync of the same files. Each measured call runs in a new
+process, and its memory counts from the end of the imports. With a Python that has DeepSpeed, the program also measures
+``zero_to_fp32`` and ``ds_to_universal``.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ _TO_UNIVERSAL = _PEAK.format(
 
 
 def measured(python: str, program: str, source: Path, target: Path) -> tuple[float, float]:
-    """Run a program in a process of its own; return its seconds, and the MiB above the start."""
+    """Run a program in a new process; return its seconds, and the MiB above the start."""
     done = subprocess.run(
         [python, "-c", program, str(source), str(target)], check=True, stdout=subprocess.PIPE, text=True
     )

@@ -298,7 +298,7 @@ class Reader:
         self.subscriber = dtckpt.Subscriber(feed, self.target, timeout_s=WAIT_S, **options)
 
     def read(self, in_place: bool) -> tuple[float, float]:
-        """Take the newest version; return the seconds until all processes have verified it, and those of `apply`."""
+        """Take the newest version; return the seconds of the reads, on the slowest process, and of `apply`."""
         if in_place:
             return seconds_of(lambda: self.subscriber.update(in_place=True, timeout_s=WAIT_S)), 0.0
         staged: list[dtckpt.StagedVersion] = []

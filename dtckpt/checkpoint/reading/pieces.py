@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -119,7 +120,7 @@ Extent = tuple[str, int, int]
 """A file, a first byte in it, and the byte behind the last."""
 
 
-class RulePieces:
+class RulePieces(ABC):
     """The pieces of a whole tensor that follow from a rule, and are made only when they are asked for.
 
     A checkpoint may have many pieces for each process, and a command that lists its tensors needs none. The rule
@@ -130,18 +131,18 @@ class RulePieces:
     extents: Sequence[Extent]
     """The bytes that hold the pieces; one object for all tensors with the same."""
     key: object
-    """What tells the pieces from those of other tensors with the same extents and shape."""
+    """The identity of the pieces among tensors with the same extents and shape."""
 
     largest_shape: tuple[int, ...]
     """The shape of the largest piece."""
 
+    @abstractmethod
     def __len__(self) -> int:
         """Return the number of the pieces, without making them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def __iter__(self) -> Iterator[Piece]:
         """Make the pieces."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

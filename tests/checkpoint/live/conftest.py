@@ -8,6 +8,13 @@ from dtckpt.checkpoint.live import sources
 from .jobs_here import Jobs
 
 
+@pytest.fixture(scope="module")
+def port():
+    """Of one coordinator for all tests of a module."""
+    with server_in_thread(heartbeat_timeout_s=10.0) as number:
+        yield number
+
+
 @pytest.fixture
 def jobs(tmp_path):
     with server_in_thread(heartbeat_timeout_s=5.0) as port:

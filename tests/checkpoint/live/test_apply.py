@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.coordinators import server_in_thread
 
 from dtckpt import UNSHARDED, RestoreOptions
 from dtckpt.checkpoint.restoring import restore
@@ -10,12 +9,6 @@ from dtckpt.checkpoint.restoring import restore
 from .one_process import Jobs, blank, on_mesh, use_http, wrong
 
 ROWS, COLUMNS = ("x", UNSHARDED), (UNSHARDED, "x")
-
-
-@pytest.fixture(scope="module")
-def port():
-    with server_in_thread(heartbeat_timeout_s=10.0) as number:
-        yield number
 
 
 @pytest.fixture(params=["mapped", "http"])

@@ -9,7 +9,6 @@ import random
 
 import pytest
 import torch
-from support.coordinators import server_in_thread
 from support.states import tensor_of
 
 from dtckpt import UNSHARDED, RestoreOptions
@@ -22,12 +21,6 @@ from dtckpt.format.digest import as_bytes
 from .one_process import Jobs, blank, nbytes_of, on_mesh, use_http, wrong
 
 ROWS, COLUMNS = ("x", UNSHARDED), (UNSHARDED, "x")
-
-
-@pytest.fixture(scope="module")
-def port():
-    with server_in_thread(heartbeat_timeout_s=10.0) as number:
-        yield number
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import time
 
 import pytest
 import torch
-from support.coordinators import server_in_thread
 
 from dtckpt import UNSHARDED, RestoreOptions
 from dtckpt.checkpoint.parts.held_boxes import BoxContent, HeldBoxes
@@ -15,12 +14,6 @@ from dtckpt.layout.region import Region
 from .one_process import FEED, Jobs, blank, on_mesh, wrong
 
 ROWS, COLUMNS = ("x", UNSHARDED), (UNSHARDED, "x")
-
-
-@pytest.fixture(scope="module")
-def port():
-    with server_in_thread(heartbeat_timeout_s=10.0) as number:
-        yield number
 
 
 @pytest.fixture

@@ -23,16 +23,6 @@ from . import lent_cases
 from .jobs_here import FEED, WAIT_S, Jobs, blank, has_step, weights
 
 
-@pytest.fixture
-def jobs(tmp_path):
-    with server_in_thread(heartbeat_timeout_s=5.0) as port:
-        made = Jobs(port, tmp_path)
-        try:
-            yield made
-        finally:
-            made.close()
-
-
 def lend(publisher, step, tree=None, **options):
     return publisher.publish(weights(step) if tree is None else tree, step=step, copy=False, **options)
 
