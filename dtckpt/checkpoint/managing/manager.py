@@ -196,8 +196,11 @@ class CheckpointManager:
         return sorted(saved.keys() - current_steps(saved))
 
     def latest_step(self) -> int | None:
-        """Return the newest step of the run that has a finished checkpoint."""
-        return max(self.all_steps(), default=None)
+        """Return the newest step of the run that has a finished checkpoint; of the mirror, if the root has no step."""
+        steps = self.all_steps()
+        if not steps and self._copies is not None:
+            steps = sorted(current_steps(self._copies.saved()))
+        return max(steps, default=None)
 
     def best_step(self) -> int | None:
         """Return the step with the best metric, as ``keep`` names it."""

@@ -169,6 +169,11 @@ class MirrorCopies:
     def _copy_due(self) -> None:
         self._root.right.acquire()
         saved, there = self._folders.saved(), self._mirrored.saved()
+        if (stranger := unknown_step(saved, there)) is not None:
+            raise CheckpointConflictError(
+                f"the mirror {self.where} holds step {stranger} of a run that the root does not know; restore it before "
+                "the first save, choose another mirror, or remove the newer steps from this one"
+            )
         # An abandoned step that the root has no more is stated by no later save: it would seem to be of the run.
         for step in there.keys() - current_steps(there) - saved.keys():
             self._mirrored.place(step).remove()
@@ -202,6 +207,19 @@ class MirrorCopies:
             failure = error if isinstance(error, DtckptError) else StorageError(f"{text}: {error}")
             with self._lock:
                 self._failure = failure
+
+
+def unknown_step(saved: Saved, there: Saved) -> int | None:
+    """Return the mirror's newest step if the run of the root neither descends from it nor has set it aside; pure.
+
+    A root that was lost, and whose job began anew, must not replace the only copies that are left.
+    """
+    if not saved or not there:
+        return None
+    newest = max(there, key=lambda step: (there[step].number, step))
+    last = max(saved, key=lambda step: (saved[step].number, step))
+    is_known = newest in saved or newest < last or newest in saved[last].aside
+    return None if is_known or not saved[last].number else newest
 
 
 def steps_to_copy(saved: Saved, there: Saved, owed: set[int], keep: Retention) -> list[int]:

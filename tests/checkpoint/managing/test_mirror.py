@@ -92,6 +92,22 @@ def test_the_root_is_lost(root, copies):
     assert steps_of(copies) == [1, 2, 3]
 
 
+def test_a_run_that_begins_anew_beside_the_copies_of_a_former_one_is_told(root, copies):
+    """Its saves would replace the copies of the lost root, and remove the newer ones."""
+    save_steps(root, [1, 2, 3], copies)
+    shutil.rmtree(root)
+    assert CheckpointManager(root, mirror=copies).latest_step() == 3  # so that a job restores
+    with (
+        pytest.raises(errors.CheckpointConflictError, match="holds step 3 of a run that the root does not know"),
+        CheckpointManager(root, mirror=copies) as manager,
+    ):
+        manager.save(1, state(10))
+        manager.wait()
+    assert steps_of(copies) == [1, 2, 3]
+    with dtckpt.open_checkpoint(copies / "step_00000001") as kept:
+        assert kept.values["step"] == 1
+
+
 def test_a_copy_of_another_save_of_the_step_is_not_restored(root, copies):
     save_steps(root, [1, 2], copies)
     with CheckpointManager(root) as manager:  # without the mirror, which keeps the old step 2
