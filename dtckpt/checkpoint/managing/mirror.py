@@ -171,8 +171,8 @@ class MirrorCopies:
         saved, there = self._folders.saved(), self._mirrored.saved()
         if (stranger := unknown_step(saved, there)) is not None:
             raise CheckpointConflictError(
-                f"the mirror {self.where} holds step {stranger} of a run that the root does not know; restore it before "
-                "the first save, choose another mirror, or remove the newer steps from this one"
+                f"the mirror {self.where} holds step {stranger} of a run that the root does not know; restore it "
+                "before the first save, choose another mirror, or remove the newer steps from this one"
             )
         # An abandoned step that the root has no more is stated by no later save: it would seem to be of the run.
         for step in there.keys() - current_steps(there) - saved.keys():
