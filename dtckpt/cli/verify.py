@@ -47,7 +47,7 @@ def command(*, path: str, threads: int | None, keys: tuple[str, ...], as_json: b
         nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
         signed = checkpoint.signed
         with open_progress("verifying", nbytes) as progress:
-            if signed is not None:  # all files, also those that no reader needs
+            if signed is not None:  # all files, also files that no reader needs
                 signed.validate_share(0, 1, lambda _: None)
             report = checkpoint.verify(threads=threads, progress=progress.advance)
     signers = () if signed is None else signed.signers

@@ -102,8 +102,8 @@ def reshard(
             does not read, as for `dtckpt.convert`.
         dry_run: Plan and report only.
         progress: See `Progress`.
-        worker: This process, if several write ``dst`` together: all are called with the same arguments but this one,
-            each writes its part, and the last worker commits. The workers need not run at the same time; a worker that
+        worker: This process, if several write ``dst`` together. All get the same arguments but ``worker``. Each
+            writes its part, and the last worker commits. The workers need not run at the same time; a worker that
             died is called again. ``dst`` must be on a file system.
 
     Raises:

@@ -232,7 +232,7 @@ class ObjectStates:
     random number generators, as the ``state_dict()`` of another object may draw a number.
 
     Args:
-        client: The client's place among those that save.
+        client: The client's place among the clients that save.
 
     Attributes:
         roles: The roles of the tensors in the states that were returned.
