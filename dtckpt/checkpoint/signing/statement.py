@@ -49,6 +49,11 @@ class SignedFile:
         return self.digests[number * DIGEST_NBYTES : (number + 1) * DIGEST_NBYTES]
 
 
+def block_digest(data: memoryview) -> bytes:
+    """Return the digest of a block's bytes."""
+    return hashlib.sha256(data).digest()
+
+
 @dataclass(frozen=True, slots=True)
 class SignedFiles:
     """The digests of a checkpoint's files.
