@@ -3,7 +3,7 @@
 All reads of a checkpoint pass through its folder: the manifest, the index, the digests of blocks, the chunks. Here they
 read the blocks that a range lies in, digest those very bytes, and only then hand on the range::
 
-    file ----> the block's memory ----> SHA-256 as signed? ----> the range, to the caller's memory
+    file ----> the block's memory ----> digest as signed? ----> the range, to the caller's memory
 
 So the bytes that are used are the bytes that were signed, whatever happens to the files meanwhile, and no other byte
 gets to a tensor. A restore reads and digests each byte once. The last block of each thread is kept, as the next range
@@ -34,7 +34,7 @@ from dtckpt.checkpoint.signing.statement import (
     signed_message,
 )
 from dtckpt.comm.background_threads import Pool
-from dtckpt.errors import CheckpointUntrustedError, capped
+from dtckpt.errors import CheckpointUntrustedError, ConfigError, capped
 from dtckpt.storage.failures import MalformedError, translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_values import OpenFile
@@ -202,7 +202,8 @@ class SignedFolder(Folder):
         file, step = self.file(name), self.block_nbytes
         start, stop = first * step, min(last * step, file.nbytes)
         if data.nbytes < stop - start or any(
-            block_digest(data[(number - first) * step :][:step]) != file.digest(number) for number in range(first, last)
+            block_digest(data[(number - first) * step :][:step], self._signed.algorithm) != file.digest(number)
+            for number in range(first, last)
         ):
             raise CheckpointUntrustedError(
                 f"{self}/{name} was changed after it was signed: bytes {start} to {stop} are not the signed ones; "
@@ -334,7 +335,7 @@ def open_signed(where: Location, folder: Folder, trusted: Iterable[KeySource]) -
 
     Raises:
         CheckpointUntrustedError: No trusted key has signed the checkpoint.
-        ConfigError: A key cannot be read.
+        ConfigError: A key cannot be read, or the package for its digests is not installed.
         StorageError: Storage refused.
     """
     keys = public_keys(tuple(trusted))
@@ -355,6 +356,8 @@ def open_signed(where: Location, folder: Folder, trusted: Iterable[KeySource]) -
         )
     try:
         signed = SignedFiles.from_bytes(envelope.payload)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise CheckpointUntrustedError(f"the signed digests of {where} cannot be read: {error}") from None
     return SignedFolder(folder, signed, tuple(found))

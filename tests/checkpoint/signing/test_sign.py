@@ -1,6 +1,7 @@
 """Signed checkpoints: a restore with trusted keys takes the signed bytes, or fills nothing."""
 
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 import dtckpt
 from dtckpt import RestoreOptions, errors
-from dtckpt.checkpoint.signing import signed_folder
+from dtckpt.checkpoint.signing import sign as sign_module
+from dtckpt.checkpoint.signing import signed_folder, statement
 from dtckpt.checkpoint.signing.signed_folder import SignedFolder
 from dtckpt.checkpoint.signing.statement import (
     SIGNATURE_NAME,
@@ -23,6 +25,11 @@ from dtckpt.checkpoint.signing.statement import (
 
 from ..copying.roots import OPTIONS, files_in, flip, is_step, save_steps, state, step_folder
 from . import sign_cases
+
+ALGORITHMS = [
+    "sha256",
+    pytest.param("blake3", marks=pytest.mark.skipif(not find_spec("blake3"), reason="the package blake3 is missing")),
+]
 
 
 def pem_pair(folder, name):
@@ -143,9 +150,9 @@ def test_each_byte_is_digested_once(tmp_path, keys, monkeypatch, kind):
     dtckpt.save(path, tree, options=options)
     nbytes = dtckpt.sign(path, keys[0]).nbytes
 
-    def count(data):
+    def count(data, algorithm):
         counted.append(data.nbytes)
-        return block_digest(data)
+        return block_digest(data, algorithm)
 
     monkeypatch.setattr(signed_folder, "block_digest", count)
     target = {name: torch.zeros_like(each) for name, each in tree.items()}
@@ -247,15 +254,42 @@ def test_a_manager_passes_over_steps_that_are_not_signed(tmp_path, keys):
             manager.restore(1)
 
 
-def test_statements_keep_what_they_are_given():
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_signature_without_the_faster_digests(tmp_path, keys, strangers, monkeypatch, algorithm):
+    """Sign on a machine that has one algorithm, restore on a machine that has the other one, or both."""
+    dtckpt.save(tmp_path / "s", state(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(sign_module, "best_algorithm", lambda: algorithm)
+        dtckpt.sign(tmp_path / "s", keys[0])
+    # A second signature is over the same digests, so the first one stays.
+    assert dtckpt.sign(tmp_path / "s", strangers[0]).num_signatures == 2
+    dtckpt.restore(tmp_path / "s", options=RestoreOptions(trusted_keys=[keys[1]]))
+    validate_all(tmp_path / "s", keys[1])
+    statement._hasher_of.cache_clear()
+    monkeypatch.setattr(statement, "best_algorithm", lambda: "sha256")
+    if algorithm == "sha256":
+        dtckpt.restore(tmp_path / "s", options=RestoreOptions(trusted_keys=[keys[1]]))
+    else:
+        with pytest.raises(errors.ConfigError, match="need blake3"):
+            dtckpt.restore(tmp_path / "s", options=RestoreOptions(trusted_keys=[keys[1]]))
+        with pytest.raises(errors.ConfigError, match="need blake3"):
+            dtckpt.sign(tmp_path / "s", keys[0])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_statements_keep_what_they_are_given(algorithm):
     pieces = [b"a" * (1 << 20), b"b", b"", b"c" * (3 << 20)]
-    hasher = BlockHasher(1 << 20)
+    hasher = BlockHasher(1 << 20, algorithm)
     for piece in pieces:
         hasher.add(memoryview(piece))
-    signed = SignedFiles(1 << 20, {"f": hasher.file(), "empty": BlockHasher(1 << 20).file()})
+    files = {"f": hasher.file(), "empty": BlockHasher(1 << 20, algorithm).file()}
+    signed = SignedFiles(1 << 20, algorithm, files)
+    assert signed.files["f"].digest(1) == block_digest(memoryview(b"b" + b"c" * ((1 << 20) - 1)), algorithm)
     assert signed.files["f"].nbytes == (4 << 20) + 1
     assert len(signed.files["f"].digests) == 5 * 32
     assert SignedFiles.from_bytes(signed.to_bytes()) == signed
+    with pytest.raises(ValueError, match="upgrade dtckpt"):
+        SignedFiles.from_bytes(signed.to_bytes().replace(algorithm.encode(), b"md5"))
     envelope = Envelope(signed.to_bytes(), {"k": b"sig"})
     assert Envelope.from_bytes(envelope.to_bytes()) == envelope
     assert [block_nbytes_of(nbytes) >> 20 for nbytes in (0, 1 << 40, (1 << 40) + 1, 1 << 50)] == [1, 1, 2, 1024]
