@@ -171,6 +171,25 @@ def test_of_a_tensor_only_the_content_of_changed_chunks_is_digested(tmp_path, di
     assert contents(tmp_path / "b") == contents(tmp_path / "full")
 
 
+@pytest.mark.parametrize("chunk_nbytes", [16 * MIB, 64 << 10])
+def test_where_everything_changes_each_byte_is_digested_once(tmp_path, digested, monkeypatch, chunk_nbytes):
+    """The base costs a look at one block of each chunk that has several."""
+    options = SaveOptions(chunk_nbytes=chunk_nbytes)
+    identified, looked_at = [], []
+    identify, digest = digests_module.identify_chunk, reuse_module.bytes_digest
+    monkeypatch.setattr(
+        digests_module, "identify_chunk", lambda *facts: (identified.append(facts[2].nbytes), identify(*facts))[1]
+    )
+    dtckpt.save(tmp_path / "a", {"w": noise(1, 4096, 1024)}, options=options)
+    for counted in (digested, identified):
+        assert sum(counted) == 16 * MIB
+        counted.clear()
+    monkeypatch.setattr(reuse_module, "bytes_digest", lambda data: (looked_at.append(len(data)), digest(data))[1])
+    report = dtckpt.save(tmp_path / "b", {"w": noise(2, 4096, 1024)}, options=options, base=tmp_path / "a")
+    assert report.nbytes_written == sum(digested) == sum(identified) == 16 * MIB
+    assert sum(each for each in looked_at if each > 1000) == (256 << 10 if chunk_nbytes > 256 << 10 else 0)
+
+
 @pytest.mark.parametrize("how", ["older", "without contents", "gathered"])
 def test_bases_that_do_not_tell_the_content_of_chunks(tmp_path, digested, how):
     options = SaveOptions(chunk_nbytes=64 << 10)
