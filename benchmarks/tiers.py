@@ -116,7 +116,7 @@ def restores(
     if rank == 0:
         shutil.rmtree(root)
         root.mkdir()
-    target = {name: tensor.clone() for name, tensor in state.items()}
+    target: dict[str, Any] = {name: tensor.clone() for name, tensor in state.items()}
     peers: list[float] = []
     files: list[float] = []
     received = 0

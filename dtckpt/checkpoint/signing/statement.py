@@ -3,7 +3,7 @@
 The digests of the manifest (XXH3, CRC-64) find accidents, not forgeries: anyone can compute other bytes of the same
 digest. So the signature is over cryptographic digests of the files, one for each block of 1 MiB or more. A reader
 verifies a range of a file by its blocks. The digests are BLAKE3 where the signer has the package ``blake3``, else
-SHA-256. BLAKE3 takes 0.22 s a GiB and core; SHA-256 takes 0.6 s with instructions for it, and over 2 s without.
+SHA-256. BLAKE3 takes 0.22 s a GiB and core; SHA-256 takes 0.6 s with instructions for it, and 2 s without.
 
 The file ``dtckpt.signature`` is an envelope of DSSE (Dead Simple Signing Envelope 1.0.2, of in-toto and Sigstore)::
 
