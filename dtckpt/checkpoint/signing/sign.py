@@ -153,7 +153,7 @@ def _signature_in(folder: Folder) -> Envelope | None:
 
 
 def _algorithm_of(former: Envelope | None) -> str:
-    """Return the algorithm of the digests: that of the signatures that there are, which then stay valid."""
+    """Return the algorithm of the digests. Signatures that are there keep theirs, so that they stay valid."""
     if former is not None:
         try:
             return SignedFiles.from_bytes(former.payload).algorithm

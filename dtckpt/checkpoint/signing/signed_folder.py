@@ -197,7 +197,7 @@ class SignedFolder(Folder):
         """Compare the bytes of blocks ``first`` to ``last`` (exclusive) of a file with the signed digests.
 
         Raises:
-            CheckpointUntrustedError: They are other bytes, or fewer.
+            CheckpointUntrustedError: The file was changed, or cut off, after it was signed.
         """
         file, step = self.file(name), self.block_nbytes
         start, stop = first * step, min(last * step, file.nbytes)

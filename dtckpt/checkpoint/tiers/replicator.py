@@ -179,7 +179,7 @@ class Replicator:
             try:
                 nbytes = put(base=base.save, held=held)
             except DtckptError as error:
-                # It may have removed that part meanwhile, or its memory may be damaged.
+                # The host may have removed that part meanwhile, or its memory may be damaged.
                 logger.info("host %s gets all of step %d: %s", peer.host, copy.save.step, error)
                 nbytes = put()
         else:
