@@ -305,7 +305,7 @@ def test_a_copy_within_a_store_uploads_nothing(place, uploads, capsys):
     assert is_step(copies, 1)
     assert is_step(copies, 2)
     assert main(["copy", f"{root}/step_00000001", f"{copies}/alone"]) == 0
-    assert "by the store itself" in capsys.readouterr().err
+    assert "by the store itself" in capsys.readouterr().out
 
 
 def test_damage_is_not_copied_within_a_store(place):
