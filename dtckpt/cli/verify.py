@@ -53,7 +53,7 @@ def command(
 ) -> ExitCode:
     """Read all of checkpoint PATH and compare every digest; exit with 1 if anything is damaged.
 
-    With a map, the names of the damaged tensors are those of the map.
+    With a map, damaged tensors have the names that the map gives them.
     """
     from dtckpt.checkpoint.open import open_checkpoint
 

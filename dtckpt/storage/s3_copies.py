@@ -97,7 +97,7 @@ class _Copy:
         code = found[1].decode() if found else error.name
         if code == "NoSuchKey":
             return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self._source)
-        return OSError(_STATUS_ERRORS.get(status, errno.EIO), f"the store did not copy {self._names}: {code}")
+        return OSError(_STATUS_ERRORS.get(status or 0, errno.EIO), f"the store did not copy {self._names}: {code}")
 
     def end(self) -> None:
         """Give the copy up if it is under way."""

@@ -174,8 +174,9 @@ class BucketFolder(ObjectFolder):
 
         Google's store has such a request, too, but TensorStore has none, and keeps the credentials to itself.
         """
-        is_one_store = isinstance(source, BucketFolder) and {**source._spec, "bucket": self._bucket} == self._spec
-        if not is_one_store or "aws_region" not in self._spec:
+        if not isinstance(source, BucketFolder) or {**source._spec, "bucket": self._bucket} != self._spec:
+            return False
+        if "aws_region" not in self._spec:
             return False
         if (short := source.find_short_file({name: least for name, least in sizes.items() if least})) is not None:
             raise MalformedError(f"{source}/{short} is missing or too short")
