@@ -92,6 +92,7 @@ PROGRAMS = (
     Program("randomness", "randomness", quick="--mib 4 --rounds 2"),
     Program("planning", "planning", quick="--tensors 275 --devices-per-client 8 --rounds 1"),
     Program("manifest", "manifest", quick="--chunks 20000 --rounds 1"),
+    Program("compression", "compression", quick="--steps 3 --mib 8 --rounds 1"),
     Program("copy", "copy", "--gigabytes 0.5 --rounds 3", quick="--gigabytes 0.1 --rounds 1"),
     Program("diff", "diff", "--rounds 3", quick="--gigabytes 0.1 --rounds 1"),
     Program("coordinator", "coordinator", "--rounds 9", quick="--only detection --rounds 1"),

@@ -113,6 +113,11 @@ class Folder(Protocol):
         for folder, below in names.items():
             (self / folder).remove(below)
 
+    def remove_tree(self, name: str) -> None:
+        """Remove the folder of this name below this one, with all that is in it, if it is there."""
+        below = self / name
+        below.remove(below.names())
+
     def share(self, source: Folder, sizes: Mapping[str, int]) -> bool:  # noqa: ARG002  (for those that can)
         """Make files of another folder files of this one, too, under the same names, without sending their bytes.
 
@@ -126,6 +131,7 @@ class Folder(Protocol):
         Raises:
             FileNotFoundError: There is no such file.
             MalformedError: A file is shorter, or is no regular file.
+            OSError: The store refused. Some of the files may be there.
         """
         return False
 

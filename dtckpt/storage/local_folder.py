@@ -435,6 +435,7 @@ class LocalFolder(Folder):
             with self._entry(name) as (folder, last), suppress(FileNotFoundError):
                 os.unlink(last, dir_fd=folder)
 
+    @override
     def remove_tree(self, name: str) -> None:
         """Remove an entry with all that is in it, if it is there; a link as a link.
 

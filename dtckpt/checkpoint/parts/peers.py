@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
@@ -274,11 +275,23 @@ def _send(
                 sleep(max(0.0, begin + sent / max_rate - clock()))
 
 
-def own_address() -> str:
-    """Return the address at which other hosts reach this host: the address from which it reaches ``MASTER_ADDR``."""
-    master = os.environ.get("MASTER_ADDR") or "localhost"
+def own_address(towards: str = "") -> str:
+    """Return the address at which other hosts reach this host: the address from which it reaches ``MASTER_ADDR``.
+
+    Args:
+        towards: ``host:port`` of a server that other jobs reach, too; used where ``MASTER_ADDR`` is a loopback address,
+            as for a job on one host.
+    """
+    found = _address_towards(os.environ.get("MASTER_ADDR") or "localhost", "9")
+    if towards and ipaddress.ip_address(found).is_loopback:
+        host, _, port = towards.rpartition(":")
+        found = _address_towards(host.strip("[]"), port)
+    return found
+
+
+def _address_towards(host: str, port: str) -> str:
     try:
-        family, kind, _, _, to = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, to = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(to)  # nothing is sent
             return str(probe.getsockname()[0])

@@ -56,7 +56,7 @@ from dtckpt.checkpoint.parts.nixl_offer import NixlOffer, is_wanted
 from dtckpt.checkpoint.parts.open_part import OpenPart, spans, validate_part
 from dtckpt.checkpoint.parts.records import MAX_INDEX_NBYTES, HeldRange, PartIndex, SaveId, gaps
 from dtckpt.checkpoint.reading.read_chunks import cut
-from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageFullError, TicketError
+from dtckpt.errors import CheckpointCorruptError, ConfigError, DtckptError, StorageFullError, TicketError
 from dtckpt.format.digest import as_bytes
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
@@ -85,6 +85,7 @@ MAX_REFUSED = 1024
 """Refused copies that are remembered."""
 MAX_OPEN_PARTS = 4
 """Parts that are kept open: those of a few versions, from one to the next of which readers ask for changes."""
+UNSPECIFIED = ("0.0.0.0", "::")  # noqa: S104  to refuse them
 AnswerPull = Callable[[SaveId, int, bytes], Sequence[bytes | memoryview]]
 
 
@@ -103,7 +104,7 @@ class PartServer:
         tls: Its certificate; default: as the environment names one.
 
     Raises:
-        ConfigError: The certificate cannot be used.
+        ConfigError: The certificate cannot be used, or the address stands for all addresses of a host.
         OSError: The address cannot be used.
     """
 
@@ -121,6 +122,8 @@ class PartServer:
     ) -> None:
         self.texts: Mapping[int, bytes] = {}
         """Texts that other clients may ask for, by their digests."""
+        if address in UNSPECIFIED:
+            raise ConfigError(f"{address!r} is no address that other hosts could reach; pass one of this host's own")
         tls = DataTls.from_environ() if tls is None else tls
         certificate = ServerCertificate(tls.cert, tls.key) if tls.cert is not None and tls.key is not None else None
         nixl = NixlOffer() if is_wanted() and not is_relay else None

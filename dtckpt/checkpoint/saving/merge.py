@@ -89,7 +89,7 @@ def merge_clients(
     lists = _ChunkLists(plan, root, announced)
     reused = partial(_reused_keys, plan, lists) if base is not None else tuple
     work = partial(merge, manifest.kvstore, root, keys, reused)
-    with _beside(work, is_slow=not isinstance(root, LocalFolder)):
+    with _beside(work, is_slow=not isinstance(root, LocalFolder)) as wait_for_merge:
         with gc_paused():
             origins = _Origins(plan, lists, base)
             entries = {entry.name: entry for entry in _entries(plan, lists, contents, origins)}
@@ -97,6 +97,7 @@ def merge_clients(
             complete = manifest.with_arrays(entries, documents, tuple(origins.names))
         if base is not None:
             # The manifest is the promise that nothing is missing; what no client wrote is looked for before it.
+            wait_for_merge()
             chunks = ((item, item.grid.index(number)) for item, number in _chunks_at(plan, lists.reused))
             validate_reused(manifest.kvstore, root, base.folder, chunks)
         with translate_errors("write the manifest", root):
@@ -107,21 +108,22 @@ def merge_clients(
 
 
 @contextmanager
-def _beside(work: Callable[[], object], *, is_slow: bool) -> Iterator[None]:
+def _beside(work: Callable[[], object], *, is_slow: bool) -> Iterator[Callable[[], object]]:
     """Do work beside the context if storage takes long to answer, else before it; raise its error.
 
-    After a failure in the context the work has ended, too: it could go on writing to folders that are removed.
+    The context gets a function that waits until the work has ended, and raises its error. After a failure in the
+    context the work has ended, too: it could go on writing to folders that are removed.
     """
     if not is_slow:
         work()
-    done = begin(work, "dtckpt-merge") if is_slow else None
+        yield lambda: None
+        return
+    done = begin(work, "dtckpt-merge")
     try:
-        yield
+        yield done.result
     finally:
-        if done is not None:
-            done.exception()
-    if done is not None:
-        done.result()
+        done.exception()
+    done.result()
 
 
 class _ChunkLists:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from dtckpt.checkpoint.parts import peers
 from dtckpt.checkpoint.parts import server as server_module
 from dtckpt.checkpoint.parts.announced_boxes import MAX_ANNOUNCEMENT_NBYTES, AnnouncedBoxes, announcement
 from dtckpt.checkpoint.parts.host_folder import HostFolder
@@ -20,7 +21,7 @@ from dtckpt.checkpoint.parts.records import HeldRange, PartBox, PartIndex, PartP
 from dtckpt.checkpoint.parts.server import LENGTH_NBYTES, PartServer
 from dtckpt.checkpoint.parts.transports import BoxRequest
 from dtckpt.checkpoint.reading.pieces import c_strides
-from dtckpt.errors import CheckpointCorruptError, StorageError, StorageFullError
+from dtckpt.errors import CheckpointCorruptError, ConfigError, StorageError, StorageFullError
 from dtckpt.layout.region import Region
 
 TOKEN = "token of this attempt"
@@ -515,3 +516,28 @@ def test_boxes_are_announced_to_the_client_that_makes_the_parts(folder):
 def test_a_server_that_makes_no_parts_takes_no_boxes(peer):
     with pytest.raises(StorageError, match="are not made here"):
         peer.announce(SAVE, 1, announcement([("w", COLUMN)]))
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+def test_an_address_that_stands_for_all_is_refused(tmp_path, address):
+    """Other hosts would be told of it, and would ask themselves."""
+    with pytest.raises(ConfigError, match="is no address that other hosts could reach"):
+        PartServer(HostFolder(tmp_path, "root", host="here"), address, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("master", "towards", "expected"),
+    [
+        ("train-0", "coordinator:5", "10.0.0.1"),
+        ("localhost", "coordinator:5", "10.0.0.2"),
+        ("", "[fd00::1]:5", "fd00::2"),
+        ("localhost", "localhost:5", "127.0.0.1"),
+        ("localhost", "", "127.0.0.1"),
+    ],
+)
+def test_own_address(monkeypatch, master, towards, expected):
+    """A job on one host may be read from others, which reach the coordinator."""
+    ways = {"train-0": "10.0.0.1", "coordinator": "10.0.0.2", "fd00::1": "fd00::2", "localhost": "127.0.0.1"}
+    monkeypatch.setenv("MASTER_ADDR", master)
+    monkeypatch.setattr(peers, "_address_towards", lambda host, _: ways[host])
+    assert peers.own_address(towards) == expected
