@@ -86,7 +86,7 @@ PROGRAMS = (
     Program("local_redistribute", "local_redistribute", quick="--mib 16 --rounds 2"),
     Program("train_step", "train_step", quick="--steps 5", clients=2),
     Program("train_step_grid", "train_step", "--grid", quick=None, clients=4),
-    Program("compiled_step", "compiled_step", "--steps 30", quick=None, clients=2),
+    Program("compiled_step", "compiled_step", "--steps 30", quick="--steps 2 --width 16", clients=2),
     Program("dispatch", "dispatch", quick="--rounds 2 --axes 1"),
     Program("local_conversions", "local_conversions", quick=None, clients=2),
     Program("randomness", "randomness", quick="--mib 4 --rounds 2"),

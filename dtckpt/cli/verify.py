@@ -63,7 +63,7 @@ def command(
         signed = checkpoint.signed
         with open_progress("verifying", nbytes) as progress:
             if signed is not None:  # all files, also those that no reader needs
-                signed.validate_share(0, 1, lambda _: None)
+                signed.validate_files()
             report = checkpoint.verify(threads=threads, progress=progress.advance)
     signers = () if signed is None else signed.signers
     if as_json:

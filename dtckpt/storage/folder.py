@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
+from dtckpt.storage.failures import MalformedError
+from dtckpt.storage.local_values import OpenFile
 from dtckpt.storage.url import Url
 
 
@@ -23,6 +25,8 @@ class Folder(Protocol):
 
     confirms_writes: bool = False
     """Whether storage compares a digest of the bytes of each write before it confirms the write."""
+    is_local: bool = False
+    """Whether the files are files of this machine, which `open_local` opens."""
 
     def __truediv__(self, name: str) -> Self:
         """Return a folder below this one."""
@@ -52,6 +56,14 @@ class Folder(Protocol):
             MalformedError: The file is longer, or is no regular file.
         """
         ...
+
+    def open_local(self, name: str) -> OpenFile:
+        """Open a file of this machine, where `is_local`.
+
+        Raises:
+            MalformedError: The file is missing, is no regular file, or is not on this machine.
+        """
+        raise MalformedError(f"{self}/{name} is no file of this machine")
 
     def find_short_file(self, sizes: Mapping[str, int]) -> str | None:
         """Return the name of a file that is missing or shorter than its size here; None if there is none.

@@ -22,8 +22,8 @@ from typing import Any
 from . import forkserver
 from .torch_caches import clear_mesh_caches
 
-CASE_TIMEOUT_S = 60.0
-START_TIMEOUT_S = 60.0
+CASE_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 180.0
 READY = b"ready"
 
 
