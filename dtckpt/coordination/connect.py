@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from dtckpt.comm import fork_guard
+from dtckpt.comm.background_threads import begin
 from dtckpt.config import Config
 from dtckpt.coordination import identity
 from dtckpt.coordination.api import (
@@ -41,6 +42,8 @@ _arguments: dict[str, Any] = {}
 """The arguments of `initialize_multi_client`."""
 _has_process_group = False
 """Whether `initialize_multi_client` has made the default process group."""
+_least_attempt = 0
+"""The attempt that the clients have agreed on when they last formed the job anew; see `rejoin`."""
 
 
 def connect(
@@ -105,6 +108,7 @@ def _member(env: Mapping[str, str]) -> Member:
         # The attempt on which the clients have agreed, if any, because nodes of a job may count restarts differently.
         agreed = attempt_of_default_group()
         attempt = attempt if agreed is None else agreed
+    attempt = max(attempt, _least_attempt)
     return Member(job, config.client_id, config.num_clients, identity.incarnation(), attempt, config.job_name)
 
 
@@ -121,6 +125,55 @@ def current_coordination() -> Coordination:
             set_coordination(connect())
         assert _current is not None  # noqa: S101  set just above
         return _current
+
+
+def joined_member() -> Member | None:
+    """Return who this client is in the job that this process is connected to; None if it is connected to none."""
+    return None if _current is None else _current.member
+
+
+def rejoin() -> Coordination:
+    """Leave the job as it was, and join it with the clients that the environment describes now.
+
+    The clients have made the default process group anew, among other processes. In its store they agree on an attempt
+    that is newer than the attempts of all of them. Without a process group, ``DTCKPT_ATTEMPT`` tells the attempts
+    apart; if nothing has changed, this client stays in the job.
+
+    Collective: Over all clients of the new process group.
+
+    Blocks: On the slowest client, at most 5 minutes.
+
+    Raises:
+        ConfigError: The environment and the process group describe different clients.
+        DtckptError: As `connect`.
+    """
+    global _least_attempt  # noqa: PLW0603  (a process is in one job)
+    from dtckpt.comm import default_process_group, process_groups  # they import torch
+
+    fork_guard.claim_process()
+    config, before = Config.from_environ(), _current
+    rank, world = process_groups.rank(), process_groups.size()
+    if rank is not None and (rank, world) != (config.client_id, config.num_clients):
+        raise ConfigError(
+            f"the environment says that this is client {config.client_id} of {config.num_clients}, and the default "
+            f"process group that it is client {rank} of {world}; set RANK and WORLD_SIZE when you make the process "
+            "group anew, or remove both"
+        )
+    here = _member(os.environ)
+    if rank is not None and config.num_clients > 1:
+        least = here.attempt if before is None else max(here.attempt, before.member.attempt + 1)
+        _least_attempt = default_process_group.agree_anew(least, config)
+    elif before is not None and here == before.member:
+        return before
+    elif before is not None and config.num_clients == 1:
+        _least_attempt = max(here.attempt, before.member.attempt + 1)
+    if before is not None:
+        set_coordination(None)
+        # Beside the rest: the process that had the old store may be gone, and a goodbye to it takes a while.
+        begin(before.leave, "dtckpt-leave")
+    coordination = connect(**_arguments)
+    set_coordination(coordination)
+    return coordination
 
 
 def connect_beside(name: str) -> Coordination:
