@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from dtckpt.comm.torch_private import PrefixStore, Store, get_default_store
+from dtckpt.comm.torch_private import PrefixStore, Store, forget_meshes, get_default_store
 from dtckpt.config import Config
 from dtckpt.errors import (
     BarrierTimeoutError,
@@ -117,6 +117,7 @@ def make_default_group(
         ConfigError: There is no such backend.
         CoordinationError: The clients could not be connected.
     """
+    forget_meshes()  # of an earlier group of this process
     try:
         dist.init_process_group(backend, store=store, rank=config.client_id, world_size=config.num_clients, **options)
     except ValueError as error:

@@ -16,6 +16,7 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dtckpt.comm import fork_guard
@@ -42,8 +43,6 @@ _arguments: dict[str, Any] = {}
 """The arguments of `initialize_multi_client`."""
 _has_process_group = False
 """Whether `initialize_multi_client` has made the default process group."""
-_least_attempt = 0
-"""The attempt that the clients have agreed on when they last formed the job anew; see `rejoin`."""
 
 
 def connect(
@@ -52,6 +51,7 @@ def connect(
     coordinator: str | None = None,
     heartbeat_timeout_s: float | None = None,
     fallback: str | None = None,
+    attempt: int | None = None,
 ) -> Coordination:
     """Return a new coordination for this process, not yet registered.
 
@@ -60,6 +60,7 @@ def connect(
         coordinator: ``host:port``; default: from the environment.
         heartbeat_timeout_s: Silence after which a client counts as lost, in seconds; default: from the environment.
         fallback: As for `initialize_multi_client`; default: from the environment.
+        attempt: The attempt of the job; default: from the environment.
 
     Raises:
         ConfigError: A variable has a value that cannot be used, or the clients have no place to meet.
@@ -68,6 +69,8 @@ def connect(
     """
     env = os.environ if env is None else env
     member = _member(env)
+    if attempt is not None:
+        member = replace(member, attempt=attempt)
     timeout_s = Config.from_environ(env).heartbeat_timeout_s if heartbeat_timeout_s is None else heartbeat_timeout_s
     if endpoint := find_coordinator(env, coordinator):
         from dtckpt._proto import COORDINATOR, require
@@ -108,7 +111,6 @@ def _member(env: Mapping[str, str]) -> Member:
         # The attempt on which the clients have agreed, if any, because nodes of a job may count restarts differently.
         agreed = attempt_of_default_group()
         attempt = attempt if agreed is None else agreed
-    attempt = max(attempt, _least_attempt)
     return Member(job, config.client_id, config.num_clients, identity.incarnation(), attempt, config.job_name)
 
 
@@ -147,10 +149,10 @@ def rejoin() -> Coordination:
         ConfigError: The environment and the process group describe different clients.
         DtckptError: As `connect`.
     """
-    global _least_attempt  # noqa: PLW0603  (a process is in one job)
-    from dtckpt.comm import default_process_group, process_groups  # they import torch
+    from dtckpt.comm import default_process_group, process_groups, torch_private  # they import torch
 
     fork_guard.claim_process()
+    torch_private.forget_meshes()
     config, before = Config.from_environ(), _current
     rank, world = process_groups.rank(), process_groups.size()
     if rank is not None and (rank, world) != (config.client_id, config.num_clients):
@@ -160,18 +162,18 @@ def rejoin() -> Coordination:
             "group anew, or remove both"
         )
     here = _member(os.environ)
+    attempt = here.attempt if before is None else max(here.attempt, before.member.attempt + 1)
     if rank is not None and config.num_clients > 1:
-        least = here.attempt if before is None else max(here.attempt, before.member.attempt + 1)
-        _least_attempt = default_process_group.agree_anew(least, config)
-    elif before is not None and here == before.member:
+        attempt = default_process_group.agree_anew(attempt, config)
+    elif before is not None and replace(here, attempt=before.member.attempt) == before.member:
         return before
-    elif before is not None and config.num_clients == 1:
-        _least_attempt = max(here.attempt, before.member.attempt + 1)
+    elif config.num_clients > 1:
+        attempt = here.attempt
     if before is not None:
         set_coordination(None)
         # Beside the rest: the process that had the old store may be gone, and a goodbye to it takes a while.
         begin(before.leave, "dtckpt-leave")
-    coordination = connect(**_arguments)
+    coordination = connect(**_arguments, attempt=attempt)
     set_coordination(coordination)
     return coordination
 
@@ -189,8 +191,9 @@ def connect_beside(name: str) -> Coordination:
     Raises:
         DtckptError: As `connect`.
     """
-    job = current_coordination().member.job
-    return connect({**os.environ, "DTCKPT_JOB": f"{job}{BESIDE}{name}"}, **_arguments)
+    member = current_coordination().member
+    env = {**os.environ, "DTCKPT_JOB": f"{member.job}{BESIDE}{name}"}
+    return connect(env, **_arguments, attempt=member.attempt)
 
 
 @contextmanager

@@ -54,6 +54,7 @@ from dtckpt.checkpoint.restoring.restore import stage_restore
 from dtckpt.checkpoint.saving.agree import Proposal, Summary, agree
 from dtckpt.checkpoint.saving.plan import Holding
 from dtckpt.checkpoint.saving.state import MemorySource, State, state_of_tree
+from dtckpt.comm import torch_private
 from dtckpt.comm.background_threads import Pool
 from dtckpt.coordination.api import Coordination, Member, wire_text
 from dtckpt.errors import (
@@ -213,6 +214,21 @@ def renumbered(state: State, numbers: Mapping[int, int]) -> State:
     return replace(state, specs=tuple(specs))
 
 
+def lost_part(state: State, num_clients: int) -> str:
+    """Return which part of a renumbered state only lost clients had, as text; empty if there is none.
+
+    Args:
+        state: The state of one client.
+        num_clients: The clients of the new world.
+    """
+    for spec in state.specs:
+        for holding in spec.holdings:
+            if min(holding.clients) >= num_clients:
+                lost = capped(client - num_clients for client in holding.clients)
+                return f"{holding.region} of tensor {spec.name!r} was on client {lost} alone, which is lost"
+    return ""
+
+
 def validate_state(state: Any, step: int | None) -> None:
     """Check the arguments of a resize. Raises: ConfigError: A state has no step, or a step that is none."""
     if state is not None and not is_step(step):
@@ -271,6 +287,7 @@ class Resize:
         self._lent: SaveId | None = None
         self._is_lent: Callable[[torch.Tensor], bool] = lambda _: False
         self._claims: Mapping[int, Claim] = {}
+        self._lost_part = ""
 
     def __enter__(self) -> Resize:
         return self
@@ -302,7 +319,7 @@ class Resize:
             # An operation of its own, as the clients that have no state were not in the one before.
             collective = Collective(self._coordination, "resize", timeout_s)
             _, payloads = collective.run_round_with_value("lent", lambda: (None, self._lend(lent)))
-            if reasons := [f"client {client}: {data.decode()}" for client, data in sorted(payloads.items()) if data]:
+            if reasons := [data.decode() for _, data in sorted(payloads.items()) if data]:
                 return replace(givers, reason=reasons[0]), None
             with collective.as_parent():
                 moved, _ = collective.run_round_with_value("moved", lambda: (self._move(givers), b""))
@@ -367,7 +384,9 @@ class Resize:
         def propose() -> tuple[Proposal, bytes]:
             old, kept_by = request.world, ClientNumber(client, len(self._claims))
             state = state_of_tree(request.state, options, old.client, range(old.num_clients), kept_by=kept_by)
-            proposal = Proposal.of(renumbered(state, givers.numbers), collective.participants, options)
+            state = renumbered(state, givers.numbers)
+            self._lost_part = lost_part(state, len(self._claims))
+            proposal = Proposal.of(state, collective.participants, options)
             summary = proposal.summary()
             server.keep_texts({proposal.digest: proposal.text, summary.tree: proposal.state.tree})
             return proposal, summary.to_bytes()
@@ -400,7 +419,7 @@ class Resize:
         try:
             index = describe()
         except TensorPartMissingError as error:
-            return wire_text(error.message)[:MAX_REASON_CHARS].encode()
+            return wire_text(self._lost_part or error.message)[:MAX_REASON_CHARS].encode()
         if index is not None:
             self._folder.lend(self._memory, index, index.to_bytes())
             self._lent = index.save
@@ -410,6 +429,8 @@ class Resize:
 
     def _move(self, givers: Givers) -> ResizedState:
         """Restore the lent parts as a checkpoint. Collective: As `dtckpt.restore` over all clients."""
+        # The old state has just been described: a tensor of the target must not get the mesh of one that is like it.
+        torch_private.forget_meshes()
         request, opened = self._request, list[PartCheckpoint]()
         assert givers.step is not None  # noqa: S101  else the clients go back
         name = Path(f"memory of step {givers.step}")
