@@ -101,7 +101,7 @@ class Supervisor:
         self._processes[number] = process, pipe
 
     def run(self, numbers: Sequence[int], *, last: int, is_saved: bool = False) -> tuple[int, str, Mapping[int, float]]:
-        """Let processes train to a step, as the clients 0, 1, ...; return the steps lost, the reason, and the losses."""
+        """Let processes train to a step, as clients 0, 1, ...; return the steps lost, the reason, and the losses."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

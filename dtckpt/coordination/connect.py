@@ -168,7 +168,7 @@ def rejoin() -> Coordination:
     elif before is not None and replace(here, attempt=before.member.attempt) == before.member:
         return before
     elif config.num_clients > 1:
-        attempt = here.attempt
+        attempt = here.attempt  # the clients have no other place to agree on one
     if before is not None:
         set_coordination(None)
         # Beside the rest: the process that had the old store may be gone, and a goodbye to it takes a while.

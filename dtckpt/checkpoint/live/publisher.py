@@ -64,8 +64,8 @@ from dtckpt.checkpoint.timing import BARRIER
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.coordination.feeds.client import FeedClient
-from dtckpt.coordination.identity import host_name
 from dtckpt.coordination.feeds.events import MAX_KEEP, validate_feed
+from dtckpt.coordination.identity import host_name
 from dtckpt.errors import (
     ConfigError,
     DtckptError,

@@ -637,8 +637,8 @@ class CheckpointManager:
         def prepare() -> None:
             if state is not None and before is None:
                 raise ConfigError(
-                    "resize: this manager has neither saved nor restored, so it does not know which client this process "
-                    "was; save or restore a step by it first, or pass state=None"
+                    "resize: this manager has neither saved nor restored, so it does not know which client this "
+                    "process was; save or restore a step by it first, or pass state=None"
                 )
             if client != 0:
                 # Another process changes the root now.

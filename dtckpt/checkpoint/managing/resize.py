@@ -51,7 +51,7 @@ from dtckpt.checkpoint.per_client import ClientNumber
 from dtckpt.checkpoint.restoring.aside import AsideMemory
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.restore import stage_restore
-from dtckpt.checkpoint.saving.agree import Proposal, Summary, agree
+from dtckpt.checkpoint.saving.agree import Proposal, agree
 from dtckpt.checkpoint.saving.plan import Holding
 from dtckpt.checkpoint.saving.state import MemorySource, State, state_of_tree
 from dtckpt.comm import torch_private
@@ -183,8 +183,8 @@ def plan_givers(claims: Mapping[int, Claim]) -> Givers:
             )
         if claim.client in numbers:
             raise BarrierConflictError(
-                f"client {numbers[claim.client]} and client {client} both were client {claim.client} of {_told(world)}; "
-                "pass state=None on the one that is new"
+                f"client {numbers[claim.client]} and client {client} both were client {claim.client} of "
+                f"{_told(world)}; pass state=None on the client that is new"
             )
         numbers[claim.client] = client
     steps = {client: claim.step for client, claim in having.items()}

@@ -37,9 +37,7 @@ class AsideMemory:
             read in place. Default: all must.
     """
 
-    def __init__(
-        self, max_nbytes: int | None = None, needs: Callable[[torch.Tensor], bool] = lambda _: True
-    ) -> None:
+    def __init__(self, max_nbytes: int | None = None, needs: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
         self._max_nbytes = max_nbytes
         self._needs = needs
         self._memory: dict[_Key, torch.Tensor] = {}

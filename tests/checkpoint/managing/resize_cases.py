@@ -18,8 +18,10 @@ from torch import nn
 
 import dtckpt
 from dtckpt import CheckpointManager, Layout, LocalTier, PerClient
+from dtckpt.checkpoint.managing import resize
 from dtckpt.checkpoint.managing.resize import Resize
-from dtckpt.checkpoint.reading.manifest_files import ManifestFiles as BlockReads
+from dtckpt.checkpoint.reading.verified_reads import RegionReader
+from dtckpt.checkpoint.restoring.restore import StagedRestore
 from dtckpt.comm.default_process_group import make_default_group
 from dtckpt.comm.torch_private import PrefixStore
 from dtckpt.config import Config
@@ -73,9 +75,8 @@ def state(step: int, *, fill: float | None = None) -> dict[str, Any]:
     mesh = mesh_of_all()
     sharded = Layout(["x", dtckpt.UNSHARDED], mesh)
     tensors = {}
-    for name, tensor in values(step).items():
-        if fill is not None:
-            tensor = torch.full_like(tensor, fill)
+    for name, of_step in values(step).items():
+        tensor = of_step if fill is None else torch.full_like(of_step, fill)
         is_sharded = tensor.ndim == 2
         tensors[name] = dtckpt.dtensor.distribute_tensor(tensor, mesh, sharded.placements) if is_sharded else tensor
     return {"model": tensors, "step": step if fill is None else -1}
@@ -132,7 +133,9 @@ def replicated_pairs(root: Path) -> Any:
     if not process.join([3, 0, 2]):
         die()
     mesh = mesh_of_all()
-    resized = manager.resize(tree, step=3, mesh=mesh, layouts={"w": Layout(["x", dtckpt.UNSHARDED], mesh)}, options=OPTIONS)
+    resized = manager.resize(
+        tree, step=3, mesh=mesh, layouts={"w": Layout(["x", dtckpt.UNSHARDED], mesh)}, options=OPTIONS
+    )
     whole = resized.tree["w"].full_tensor()
     return resized.step, resized.steps_lost, resized.tree["step"], torch.equal(whole, rows), resized.received_nbytes > 0
 
@@ -228,10 +231,13 @@ def values_of_clients(root: Path) -> Any:
     """Each client keeps its random state; a function makes the rest of those that are left."""
     process = Process()
 
+    def at_all(values: Any, _: int, __: int) -> dict[str, Any]:
+        return {"at": sorted(each["at"] for each in values.values())}
+
     def mine(fill: int) -> dict[str, Any]:
         return {
             "kept": PerClient(torch.tensor([fill]), on_resize="keep"),
-            "made": PerClient({"at": fill}, on_resize=lambda all_, number, count: {"at": sorted(each["at"] for each in all_.values())}),
+            "made": PerClient({"at": fill}, on_resize=at_all),
         }
 
     manager, tree = CheckpointManager(root, options=SAVES), None
@@ -244,8 +250,6 @@ def values_of_clients(root: Path) -> Any:
     target = mine(process.number * 10)
     resized = manager.resize(tree, step=None if tree is None else 1, target=target, options=OPTIONS)
     return resized.steps_lost, target["kept"].value.item(), target["made"].value
-
-
 
 
 # --- histories of managers --------------------------------------------------------------------------------------------
@@ -283,35 +287,35 @@ def leader_moves(root: Path, tier: Path | None) -> Any:
 
 
 def failures(root: Path) -> Any:
-    """A resize in which a client fails at different points; then another one. The old state is whole meanwhile."""
-    process, told = Process(), []
+    """A client fails at different points of resizes; what it had is whole then, or is never lent again."""
+    process, told = Process(), list[Any]()
     manager = CheckpointManager(root, options=SAVES)
-    tree = None
-    if process.join([0, 1, 2]):
-        manager.save(1, state(1))
-        manager.wait()
-        tree = state(3)
-    number = 0
-    for point, error in (("_describe", OSError), ("_open", OSError), ("_move", OSError), ("", None)):
-        number += 1
-        process.join([1, 2, 0] if number % 2 else [2, 0, 1])
+    process.join([0, 1, 2])
+    manager.save(1, state(1))
+    manager.wait()
+    tree = target = state(3)
+
+    def attempt(members: Sequence[int], step: int, owner: Any = None, point: str = "") -> None:
+        nonlocal target
+        process.join(members)
         target = state(0, fill=-1.0)
-        with mock.patch.object(Resize, point, side_effect=error("injected")) if point and process.number == 1 else nullcontext():
+        is_victim = owner is not None and process.number == 1
+        with mock.patch.object(owner, point, side_effect=OSError("injected")) if is_victim else nullcontext():
             try:
-                resized = manager.resize(tree, step=3, target=target, options=OPTIONS)
-                told.append((resized.steps_lost, is_state(target, 3)))
+                resized = manager.resize(tree, step=step, target=target, options=OPTIONS)
+                told.append((resized.step, resized.steps_lost, is_state(target, resized.step)))
             except DtckptError as failure:
                 told.append("injected" in str(failure))
-    # The clients go back, and one cannot read: a state that may be torn is never lent.
-    process.join([0, 2, 1])
-    with mock.patch.object(BlockReads, "read", side_effect=OSError("injected")) if process.number == 1 else nullcontext():
-        try:
-            manager.resize(target, step=3 + process.number, target=target, options=OPTIONS)
-        except DtckptError as failure:
-            told.append("injected" in str(failure))
-    process.join([0, 1, 2])
-    resized = manager.resize(target, step=4, target=target, options=OPTIONS)
-    told.append((resized.step, resized.steps_lost, is_state(target, 1)))
+
+    attempt([1, 2, 0], 3, resize, "state_of_tree")
+    attempt([2, 0, 1], 3, Resize, "_open")
+    attempt([1, 2, 0], 3)  # from memory all the same
+    tree = target
+    attempt([0, 1, 2], 3, StagedRestore, "apply")
+    attempt([2, 1, 0], 3)  # some had changed their targets
+    tree = target
+    attempt([0, 1, 2], 3 + process.number, RegionReader, "read")  # they go back, and one cannot read
+    attempt([1, 0, 2], 4)
     return told
 
 
