@@ -21,8 +21,8 @@ from typing import Any
 
 from . import forkserver
 
-CASE_TIMEOUT_S = 60.0
-START_TIMEOUT_S = 60.0
+CASE_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 180.0
 READY = b"ready"
 
 

@@ -101,6 +101,9 @@ class FeedClient:
         timeout_s: How long a call waits for the coordinator; default: two heartbeat timeouts.
         clock: Monotonic seconds.
         is_publishers: Whether a publisher runs the registry: to wait for a version is to wait for the registry, too.
+
+    Attributes:
+        address: ``host:port`` of the coordinator.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class FeedClient:
         *,
         is_publishers: bool = False,
     ) -> None:
+        self.address = coordination.address
         self._coordination = coordination
         self._timeout_s = 2 * coordination.heartbeat_timeout_s if timeout_s is None else timeout_s
         self._clock = clock
