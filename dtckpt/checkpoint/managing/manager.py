@@ -20,7 +20,7 @@ from dtckpt.checkpoint.managing.interval import AutoInterval
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, current_steps
 from dtckpt.checkpoint.managing.mirror import Mirror, MirrorCopies, mirror_of
 from dtckpt.checkpoint.managing.options import FailedSaves, ManagerOptions, OnFailure, auto_interval, is_continuous
-from dtckpt.checkpoint.managing.resize import Givers, Request, Resize, ResizedState
+from dtckpt.checkpoint.managing.resize import Givers, Resize, ResizedState, ResizeRequest
 from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid, run_at
 from dtckpt.checkpoint.managing.retention import Metrics, Retention
 from dtckpt.checkpoint.managing.root import root_of
@@ -651,7 +651,7 @@ class CheckpointManager:
         def begin() -> None:
             self._is_torn = True
 
-        request = Request(
+        request = ResizeRequest(
             state=None if self._is_torn else state,
             step=step,
             seen=None if state is None else step,

@@ -101,7 +101,7 @@ class ResizedState:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class FormerClient:
     """What a client of the new world says of itself.
 
     Args:
@@ -131,7 +131,7 @@ class Claim:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Claim:
+    def from_bytes(cls, data: bytes) -> FormerClient:
         """Read a payload."""
         facts = json.loads(data)
         origin = facts["origin"]
@@ -148,7 +148,7 @@ class Givers:
         step: The step of all of them; None if they are at different ones, or there are none.
         newest: The newest step of any; None if there are none.
         reason: Why the state cannot be moved; empty if it may be.
-        origin: As in `Claim`.
+        origin: As in `FormerClient`.
     """
 
     numbers: Mapping[int, int]
@@ -158,39 +158,39 @@ class Givers:
     origin: tuple[int, str, bool] | None = None
 
 
-def plan_givers(claims: Mapping[int, Claim]) -> Givers:
+def plan_givers(former: Mapping[int, FormerClient]) -> Givers:
     """Return the clients that have a state together.
 
     Args:
-        claims: The claim of each client of the new world.
+        former: By client of the new world, who it was.
 
     Raises:
         BarrierConflictError: Two clients were one client of the old world, or come from different worlds.
     """
-    seen = [step for claim in claims.values() for step in (claim.step, claim.seen) if step is not None]
+    seen = [step for each in former.values() for step in (each.step, each.seen) if step is not None]
     newest = max(seen, default=None)
-    having = {client: claim for client, claim in sorted(claims.items()) if claim.step is not None}
+    having = {client: each for client, each in sorted(former.items()) if each.step is not None}
     if not having:
         return Givers({}, None, newest, "no client has a state")
     first = next(iter(having))
     world = having[first].world
     numbers: dict[int, int] = {}
-    for client, claim in having.items():
-        if claim.world != world:
+    for client, each in having.items():
+        if each.world != world:
             raise BarrierConflictError(
                 f"the states of client {first} and client {client} come from different jobs; got {_told(world)} and "
-                f"{_told(claim.world)}; pass state=None on the clients that are new"
+                f"{_told(each.world)}; pass state=None on the clients that are new"
             )
-        if claim.client in numbers:
+        if each.client in numbers:
             raise BarrierConflictError(
-                f"client {numbers[claim.client]} and client {client} both were client {claim.client} of "
+                f"client {numbers[each.client]} and client {client} both were client {each.client} of "
                 f"{_told(world)}; pass state=None on the client that is new"
             )
-        numbers[claim.client] = client
-    steps = {client: claim.step for client, claim in having.items()}
+        numbers[each.client] = client
+    steps = {client: each.step for client, each in having.items()}
     is_same = len(set(steps.values())) == 1
     reason = "" if is_same else f"the clients are at different steps; got {capped(steps.items())}"
-    numbers |= {old: len(claims) + old for old in range(world[2]) if old not in numbers}
+    numbers |= {old: len(former) + old for old in range(world[2]) if old not in numbers}
     return Givers(numbers, steps[first] if is_same else None, newest, reason, having[first].origin)
 
 
@@ -239,14 +239,14 @@ def validate_state(state: Any, step: int | None) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class ResizeRequest:
     """What a client passes to a resize, as `CheckpointManager.resize` takes it.
 
     Args:
         state: Its state; None: it has none to lend.
         step: The step of the state.
         seen: The newest step that it has reached.
-        origin: As in `Claim`.
+        origin: As in `FormerClient`.
         world: Who it was when it got the state.
         target: As for `dtckpt.restore`, like ``mesh``, ``layouts`` and ``options``.
         begin: Called before the target changes.
@@ -276,7 +276,7 @@ class Resize:
         request: This client's part.
     """
 
-    def __init__(self, coordination: Coordination, request: Request) -> None:
+    def __init__(self, coordination: Coordination, request: ResizeRequest) -> None:
         self._coordination = coordination
         self._request = request
         self._client = coordination.member.client
@@ -286,7 +286,7 @@ class Resize:
         self._memory = LentMemory()
         self._lent: SaveId | None = None
         self._is_lent: Callable[[torch.Tensor], bool] = lambda _: False
-        self._claims: Mapping[int, Claim] = {}
+        self._former: Mapping[int, FormerClient] = {}
         self._lost_part = ""
 
     def __enter__(self) -> Resize:
@@ -339,7 +339,7 @@ class Resize:
             except OSError as error:
                 raise ConfigError(f"resize: this client cannot listen at {request.address!r}: {error}") from error
             world = request.world
-            claim = Claim(
+            former = FormerClient(
                 None if request.state is None else request.step,
                 (world.job, world.attempt, world.num_clients),
                 world.client,
@@ -350,18 +350,18 @@ class Resize:
             )
             if collective.is_leader:
                 name = SaveId(time.time_ns(), 0, len(collective.participants), False, secrets.token_hex(4)).name
-                claim = replace(claim, token=secrets.token_hex(16), save=name)
-            return claim.to_bytes()
+                former = replace(former, token=secrets.token_hex(16), save=name)
+            return former.to_bytes()
 
         payloads = collective.run_round("met", introduce)
-        self._claims = {client: Claim.from_bytes(data) for client, data in sorted(payloads.items())}
+        self._former = {client: FormerClient.from_bytes(data) for client, data in sorted(payloads.items())}
         assert self._server is not None  # noqa: S101  made in the round
-        self._server.open(self._claims[collective.leader].token)
-        return plan_givers(self._claims)
+        self._server.open(self._former[collective.leader].token)
+        return plan_givers(self._former)
 
     def _peer(self, client: int) -> Peer:
-        claim = self._claims[client]
-        return Peer(claim.server, claim.host, self._claims[min(self._claims)].token, ANSWER_S)
+        own = self._former[client]
+        return Peer(own.server, own.host, self._former[min(self._former)].token, ANSWER_S)
 
     # --- lend -------------------------------------------------------------------------------------------------------
 
@@ -373,7 +373,7 @@ class Resize:
         Collective: Over the clients that have a state; as `agree`.
         """
         request, client = self._request, self._client
-        lending = sorted(set(givers.numbers.values()) & self._claims.keys())
+        lending = sorted(set(givers.numbers.values()) & self._former.keys())
         server = self._server
         assert server is not None  # noqa: S101  made in the first round
         if client not in lending:
@@ -382,10 +382,10 @@ class Resize:
         collective = Collective(self._coordination, "lend", timeout_s, lending)
 
         def propose() -> tuple[Proposal, bytes]:
-            old, kept_by = request.world, ClientNumber(client, len(self._claims))
+            old, kept_by = request.world, ClientNumber(client, len(self._former))
             state = state_of_tree(request.state, options, old.client, range(old.num_clients), kept_by=kept_by)
             state = renumbered(state, givers.numbers)
-            self._lost_part = lost_part(state, len(self._claims))
+            self._lost_part = lost_part(state, len(self._former))
             proposal = Proposal.of(state, collective.participants, options)
             summary = proposal.summary()
             server.keep_texts({proposal.digest: proposal.text, summary.tree: proposal.state.tree})
@@ -405,7 +405,7 @@ class Resize:
             return fail
 
         def describe() -> PartIndex:
-            save = replace(SaveId.parse(self._claims[min(self._claims)].save), step=request.step or 0)
+            save = replace(SaveId.parse(self._former[min(self._former)].save), step=request.step or 0)
             staged = agreed.state
             tensors, pieces, _ = described_pieces(staged, agreed.plan, self._memory, client, NO_COPIES)
             assert isinstance(staged.source, MemorySource)  # noqa: S101  described above
@@ -448,7 +448,7 @@ class Resize:
             layouts=request.layouts,
             # The clients trust the state that they have trained: they would sign it.
             options=replace(request.options, trusted_keys=()),
-            group=range(len(self._claims)),
+            group=range(len(self._former)),
         )
         # Every client has read all that it needs, so the lent memory may change.
         request.begin()
@@ -458,20 +458,20 @@ class Resize:
 
     def _open(self, givers: Givers, name: Path) -> PartCheckpoint:
         """Open the lent parts for reading. Local; asks the other clients for the indexes of their parts."""
-        clients = sorted(set(givers.numbers.values()) & self._claims.keys())
-        save = replace(SaveId.parse(self._claims[min(self._claims)].save), step=givers.step or 0)
+        clients = sorted(set(givers.numbers.values()) & self._former.keys())
+        save = replace(SaveId.parse(self._former[min(self._former)].save), step=givers.step or 0)
         own = MappedFolder(self._folder, self._request.host)
         sources = {client: own if client == self._client else self._peer(client) for client in clients}
         with Pool(MAX_ASKED, "dtckpt-resize-indexes") as pool:
             asked = {client: pool.submit(source.index_file, save, client) for client, source in sources.items()}
             indexes = {client: PartIndex.from_bytes(file.result()) for client, file in asked.items()}
         holders = {
-            client: [PartHolder(f"{self._claims[client].host} (client {client})", source)]
+            client: [PartHolder(f"{self._former[client].host} (client {client})", source)]
             for client, source in sources.items()
         }
         title = f"step {givers.step} in the memory of the clients"
         files = PartFiles(save, indexes, holders, kind=KIND, title=title, lost_error=SourceLostError)
-        return PartCheckpoint(files, name, is_remote=len(self._claims) > 1)
+        return PartCheckpoint(files, name, is_remote=len(self._former) > 1)
 
 
 def overlap_with(tensors: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
