@@ -83,7 +83,7 @@ def train(steps: int) -> dict[str, State]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     moments = [{names[parameter]: state[kind] for parameter, state in optimizer.state.items()} for kind in MOMENTS]
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return dict(zip(("transformer", *(f"{kind} {OPTIMIZER}" for kind in MOMENTS)), (weights, *moments), strict=True))

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 
-
 EXIT_WHILE_THE_WATCHER_ASKS = """
 import threading
 from datetime import timedelta

@@ -34,7 +34,7 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.leaves import torch_dtype
 from dtckpt.checkpoint.live.fan_out import MAX_COPIES
 from dtckpt.checkpoint.live.feed_client import feed_client
-from dtckpt.checkpoint.live.lent_version import POLL_S, LendingFolder, LentVersion, await_readers, validate_lendable
+from dtckpt.checkpoint.live.lent_version import POLL_S, LentVersion, await_readers, validate_lendable
 from dtckpt.checkpoint.live.own_registry import OwnRegistry, start_registry
 from dtckpt.checkpoint.live.pulls import PullService
 from dtckpt.checkpoint.live.version_checkpoint import index_digest
@@ -49,6 +49,7 @@ from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.parts.announced_boxes import AnnouncedBoxes
 from dtckpt.checkpoint.parts.host_folder import PartFile
 from dtckpt.checkpoint.parts.layout_tags import validate_tags
+from dtckpt.checkpoint.parts.lending_folder import LendingFolder
 from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.checkpoint.parts.part_writer import PartInProgress, described_pieces
 from dtckpt.checkpoint.parts.peers import Peer, own_address
@@ -64,8 +65,9 @@ from dtckpt.checkpoint.timing import BARRIER
 from dtckpt.comm import fork_guard
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.coordination.feeds.client import FeedClient, host_name
+from dtckpt.coordination.feeds.client import FeedClient
 from dtckpt.coordination.feeds.events import MAX_KEEP, validate_feed
+from dtckpt.coordination.identity import host_name
 from dtckpt.errors import (
     ConfigError,
     DtckptError,

@@ -36,9 +36,10 @@ from dtckpt.checkpoint.parts.peers import own_address
 from dtckpt.checkpoint.parts.records import PartIndex, SaveId
 from dtckpt.checkpoint.parts.server import PartServer
 from dtckpt.coordination.api import Member
-from dtckpt.coordination.feeds.client import FeedClient, host_name
+from dtckpt.coordination.feeds.client import FeedClient
 from dtckpt.coordination.feeds.events import Want
 from dtckpt.coordination.feeds.leases import FeedLease, FeedSource
+from dtckpt.coordination.identity import host_name
 from dtckpt.errors import CheckpointCorruptError, DtckptError, SourceLostError, StorageError, TicketError
 from dtckpt.storage.local_folder import LocalFolder
 

@@ -195,6 +195,8 @@ def stage_restore(
     target: Any,
     aside: AsideMemory,
     *,
+    mesh: MeshLike | None = None,
+    layouts: Layouts | None = None,
     options: RestoreOptions,
     group: Group | None = None,
 ) -> StagedRestore:
@@ -204,8 +206,9 @@ def stage_restore(
 
     Args:
         aside: The memory; kept from one restore into the target to the next.
+        mesh: As for `restore`, like ``layouts``.
     """
-    request = _RestoreRequest.of(path, choose, target, options, group=group)
+    request = _RestoreRequest.of(path, choose, target, options, mesh=mesh, layouts=layouts, group=group)
     staged: StagedRestore = replace(request, aside=aside).run(lambda staged: staged)
     return staged
 

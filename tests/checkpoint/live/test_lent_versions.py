@@ -14,8 +14,7 @@ from support.coordinators import ServerProcess, server_in_thread
 
 import dtckpt
 from dtckpt import Subscriber, errors
-from dtckpt.checkpoint.live import lent_version
-from dtckpt.checkpoint.parts import peers, server
+from dtckpt.checkpoint.parts import lending_folder, peers, server
 from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.layout.region import Region
 
@@ -235,7 +234,7 @@ def test_what_cannot_be_lent(jobs, monkeypatch):
 def test_digests_that_fail_lend_nothing(jobs, monkeypatch):
     publisher, tree = jobs.publisher(), weights(1)
     with monkeypatch.context() as patch:
-        patch.setattr(lent_version.LendingFolder, "lend", _raise)
+        patch.setattr(lending_folder.LendingFolder, "lend", _raise)
         with pytest.raises(OSError, match="full"):
             lend(publisher, 1, tree)
     with Subscriber(FEED, blank()) as subscriber:
