@@ -202,7 +202,7 @@ def open_foreign(where: Location) -> CheckpointFiles | None:
         with nullcontext() if is_remote(where) else gc_paused():
             index = found.form.read_index(found.folder, found.names)
             if beside := [name for name in found.beside if name not in index.files]:
-                index = replace(index, unread=(*index.unread, *beside))
+                index = index.with_rest(unread=beside)
             if isinstance(index, ChunkIndex):
                 return ChunkFiles(found.folder, index)
             return PieceFiles(found.folder, index, is_remote=is_remote(where))
