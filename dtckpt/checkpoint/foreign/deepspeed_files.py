@@ -27,6 +27,7 @@ from threading import Lock
 from typing import Any
 
 from dtckpt.checkpoint.foreign.deepspeed_fields import ModelFields, items_of, model_fields
+from dtckpt.checkpoint.foreign.deepspeed_layout import FP32
 from dtckpt.checkpoint.foreign.file_reads import read_each
 from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget, parse_pickle
 from dtckpt.checkpoint.foreign.pickled_tensors import StorageView, is_tensor, tensor_view
@@ -91,13 +92,18 @@ class DeepspeedFiles:
     def _universal(self) -> dict[str, dict[str, str]]:
         """Return the files of a universal checkpoint: by parameter, by kind."""
         if not self.has(OPTIMIZER_STATE):
+            if UNIVERSAL in self._names:
+                raise CheckpointCorruptError(
+                    f"{self.folder}/{OPTIMIZER_STATE} is missing, and {UNIVERSAL}/ is there; use another copy, or "
+                    "restore another checkpoint"
+                )
             return {}
         below = self.folder / UNIVERSAL
         names = (
             [
                 f"{each.name}/{name}" if name else each.name
                 for each in os.scandir(below.path)
-                for name in (os.listdir(each.path) if each.is_dir() else [""])
+                for name in (os.listdir(each.path) or [f"{FP32}.pt"] if each.is_dir() else [""])
             ]
             if isinstance(below, LocalFolder)
             else [name.removeprefix(f"{UNIVERSAL}/") for name in self.folder.names(f"{UNIVERSAL}/")]
@@ -164,8 +170,8 @@ class DeepspeedFiles:
         def view_of(held: Any) -> StorageView | int | float:
             is_bare = is_tensor(held) or type(held) in (int, float)
             value = held if is_bare else items_of(held, name, self.budget).get("param")
-            if type(value) in (int, float):
-                return value  # type: ignore[no-any-return]
+            if type(value) is int or type(value) is float:
+                return value
             if not is_tensor(value):
                 raise CheckpointCorruptError(f"{self.folder}/{name} holds no tensor")
             return tensor_view(value, name)

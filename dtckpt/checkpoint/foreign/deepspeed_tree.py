@@ -30,6 +30,7 @@ from dtckpt.checkpoint.foreign.deepspeed_files import (
     KIND,
     LAYER,
     OPTIMIZER_STATE,
+    UNIVERSAL,
     DeepspeedFiles,
 )
 from dtckpt.checkpoint.foreign.deepspeed_layout import (
@@ -491,6 +492,7 @@ class _Part:
         stream = self._files.open(OPTIMIZER_STATE)
         groups, rest = universal_fields(stream.zip.value, OPTIMIZER_STATE, self._tree.budget)
         shapes = {name: shape for group in fields.shapes for name, shape in group.items()} | fields.frozen_shapes
+        self._validate_kinds(fields)
         places = [(name, kind, file) for name, own in self._files.universal.items() for kind, file in own.items()]
         parameters: dict[str, dict[str, PieceTensor | float]] = {name: {} for name in self._files.universal}
         opened = self._files.open_params(file for _, _, file in places)
@@ -517,6 +519,20 @@ class _Part:
             )
         names = [list(group) for group in fields.shapes]
         return _Optimizer(parameters, with_names(groups, names, self._tree.budget), rest, stream)
+
+    def _validate_kinds(self, fields: ModelFields) -> None:
+        """Raise `CheckpointCorruptError` if a parameter lacks a file of a kind that others have."""
+        found = self._files.universal
+        apart = fields.shared.keys() | fields.frozen_shapes.keys()
+        trained = {name for group in fields.shapes for name in group if name not in apart}
+        kinds = {kind for name in trained & found.keys() for kind in found[name]}
+        for name in sorted(found.keys() | (trained if fields.world == 1 else ())):
+            for kind in sorted({FP32} | (kinds if name in trained else set())):
+                if kind not in found.get(name, {}):
+                    raise CheckpointCorruptError(
+                        f"{self._files.folder}/{UNIVERSAL}/{name[:200]}/{kind}.pt is missing; use another copy, or "
+                        "restore another checkpoint"
+                    )
 
     def _zero(self, mp: int, fields: ModelFields) -> _Optimizer | None:
         """Read the vectors of all processes; None without ZeRO."""

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing_extensions import override
 
 from dtckpt.checkpoint.foreign import megatron
-from dtckpt.checkpoint.foreign.dcp_files import FORMAT_NAME, MAX_FORMAT_NBYTES, with_companions
+from dtckpt.checkpoint.foreign.dcp_files import COMMON, FORMAT_NAME, ITEMS_SUFFIX, MAX_FORMAT_NBYTES, with_companions
 from dtckpt.checkpoint.foreign.dcp_metadata import StoredItem, merge
 from dtckpt.checkpoint.foreign.dcp_processes import Value, read_value
 from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget
@@ -41,7 +41,6 @@ from dtckpt.storage.local_folder import LocalFolder
 
 KIND = "megatron"
 BACKEND = "zarr"
-COMMON = "common.pt"
 _DOCUMENT = ".zarray"
 _LOCKS = ".sync"
 _SHARD = re.compile(r"shard_[0-9._]+\.pt")
@@ -69,6 +68,11 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
         CheckpointVersionError: The format is of another name or version.
     """
     data = folder.read_whole(FORMAT_NAME, MAX_FORMAT_NBYTES)
+    if any(name.endswith(ITEMS_SUFFIX) for name in names):
+        raise CheckpointCorruptError(
+            f"{folder}/{DCP_METADATA_NAME} is missing, without which {ITEMS_SUFFIX} files cannot be read; use another "
+            "copy, or restore another checkpoint"
+        )
     if not megatron.is_format(data, f"{folder}/{FORMAT_NAME}", BACKEND):
         raise CheckpointVersionError(f"{folder}/{FORMAT_NAME} names no format, expected that of Megatron")
     below = _below(folder, set(names))
