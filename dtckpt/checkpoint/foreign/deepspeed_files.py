@@ -31,7 +31,7 @@ from dtckpt.checkpoint.foreign.deepspeed_layout import FP32
 from dtckpt.checkpoint.foreign.file_reads import read_each
 from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget, parse_pickle
 from dtckpt.checkpoint.foreign.pickled_tensors import StorageView, is_tensor, tensor_view
-from dtckpt.checkpoint.foreign.torch_files import TensorStream, TensorStreams, TorchStream, file_nbytes, open_stream
+from dtckpt.checkpoint.foreign.torch_files import StreamTensor, TensorStreams, TorchStream, file_nbytes, open_stream
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_folder import LocalFolder
@@ -158,7 +158,7 @@ class DeepspeedFiles:
                 self.budget.grow(nbytes)
         return self._streams[name]
 
-    def open_params(self, names: Iterable[str]) -> list[TensorStream | int | float]:
+    def open_params(self, names: Iterable[str]) -> list[StreamTensor | int | float]:
         """Read files of a universal checkpoint, but for their elements. Blocks: on storage.
 
         Raises:
@@ -166,7 +166,7 @@ class DeepspeedFiles:
         """
         return read_each(self.folder, self._open_param, names)
 
-    def _open_param(self, name: str) -> TensorStream | int | float:
+    def _open_param(self, name: str) -> StreamTensor | int | float:
         def view_of(held: Any) -> StorageView | int | float:
             is_bare = is_tensor(held) or type(held) in (int, float)
             value = held if is_bare else items_of(held, name, self.budget).get("param")

@@ -55,7 +55,7 @@ from dtckpt.checkpoint.foreign.flat_vectors import BoxCounts, FlatPieces, FlatRa
 from dtckpt.checkpoint.foreign.pickle_syntax import NODE_NBYTES, TENSOR_NBYTES, Pairs, ReadBudget
 from dtckpt.checkpoint.foreign.pickled_tensors import is_tensor, tensor_view
 from dtckpt.checkpoint.foreign.pickled_tree import read_tree
-from dtckpt.checkpoint.foreign.torch_files import TensorStream, TorchStream
+from dtckpt.checkpoint.foreign.torch_files import StreamTensor, TorchStream
 from dtckpt.checkpoint.reading.pieces import MAX_PIECES, PieceIndex, PieceTensor
 from dtckpt.errors import CheckpointCorruptError, DtckptError, TreeError
 from dtckpt.format import tree as trees
@@ -497,7 +497,7 @@ class _Part:
         parameters: dict[str, dict[str, PieceTensor | float]] = {name: {} for name in self._files.universal}
         opened = self._files.open_params(file for _, _, file in places)
         for (name, kind, file), each in zip(places, opened, strict=True):
-            if not isinstance(each, TensorStream):
+            if not isinstance(each, StreamTensor):
                 parameters[name][kind] = each
                 continue
             own, view = self._name(*_path(name, kind)), each.view

@@ -260,7 +260,7 @@ class _Ends:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TensorStream:
+class StreamTensor:
     """A stream that holds one tensor.
 
     Args:
@@ -320,10 +320,10 @@ class _Frame:
         """Whether a stream has this frame."""
         return ends.nbytes == self.nbytes and all(ends.has(first, part) for first, part in self.parts)
 
-    def stream(self, ends: _Ends) -> TensorStream:
+    def stream(self, ends: _Ends) -> StreamTensor:
         """Return the stream that has this frame."""
         crc = ends.read(self.crc_start, self.crc_start + CRC_NBYTES)
-        return TensorStream(self.view, self.start, int.from_bytes(crc, "little"))
+        return StreamTensor(self.view, self.start, int.from_bytes(crc, "little"))
 
 
 class TensorStreams:
@@ -353,7 +353,7 @@ class TensorStreams:
         self._frames: dict[bytes, _Frame] = {}
         """By the first bytes, which have the name of the stream: DeepSpeed's differ by the kind of the tensor."""
 
-    def read(self, file: str, offset: int, nbytes: int, view_of: Callable[[Any], StorageView | T]) -> TensorStream | T:
+    def read(self, file: str, offset: int, nbytes: int, view_of: Callable[[Any], StorageView | T]) -> StreamTensor | T:
         """Return the tensor of a stream. Blocks: on storage.
 
         Args:
@@ -381,7 +381,7 @@ class TensorStreams:
             if len(self._frames) >= _MAX_FRAMES:
                 self._frames = {}  # a new one: other threads look at the old one
             self._frames[key] = frame
-        return TensorStream(view, start, record.crc)
+        return StreamTensor(view, start, record.crc)
 
 
 def open_stream(
