@@ -144,6 +144,10 @@ class SaveDisagreementError(DtckptError, ValueError):
     """Clients called the same save with different state."""
 
 
+class TensorPartMissingError(SaveDisagreementError):
+    """No client of a save holds a part of a tensor."""
+
+
 class ForkedProcessError(DtckptError, RuntimeError):
     """This process was forked from one that uses checkpoints; a process must be spawned to use them."""
 
