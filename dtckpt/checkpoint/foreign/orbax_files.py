@@ -16,9 +16,10 @@ Sources: docs of orbax.checkpoint, "Checkpoint format"; _src/path/{format_utils,
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -60,6 +61,11 @@ OWN_NAMES = re.compile(
     r"|manifest\.ocdbt|d|ocdbt_data|ocdbt_meta|ocdbt\.process_\w+"
 )
 """Names of files and folders that Orbax itself uses."""
+_OWN_FOLDERS = re.compile(r"array_metadatas|d|ocdbt_data|ocdbt_meta|ocdbt\.process_\w+")
+_OWN_FILES = re.compile(r"process_[0-9]+|manifest\.\w+|[0-9a-f]{32}")
+"""Names of the files in them."""
+_OF_TREE = re.compile(r"_sharding|_strings\.json|array_metadatas|manifest\.ocdbt|ocdbt\.process_\w+")
+"""Those beside the metadata of a tree of arrays."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -113,7 +119,17 @@ def read_index(folder: Folder, names: Collection[str]) -> ChunkIndex:
             tuple(item.unread),
             tuple(item.notes),
         )
+    _validate_item(folder, names)
     return _read_items(folder, names)
+
+
+def _validate_item(folder: Folder, names: Collection[str]) -> None:
+    """Raise `CheckpointCorruptError` if a folder has the files of a tree, by the names in it, but for their index."""
+    if TREE_METADATA not in names and any(map(_OF_TREE.fullmatch, names)):
+        raise CheckpointCorruptError(
+            f"{folder}/{TREE_METADATA} is missing, and files of a tree are there; use another copy, or restore another "
+            "checkpoint"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +164,8 @@ def _read_items(folder: Folder, names: Collection[str]) -> ChunkIndex:
         item = _read_item(folder, name, () if name in unnamed else (name,))
         if item is None:
             unread += [name] if name in named or name in others else []
+            if (lost := _lost(folder / name)) is not None:
+                refused[name] = lost
             continue
         structure, clashes = merge(structure, item.node)
         refused |= item.refused
@@ -186,6 +204,22 @@ def _read_item(folder: Folder, name: str, at: Path) -> _Item | None:
         if not at and "dict" not in node:
             return None
         return _Item({"dict": [[name, node]]} if at else node, files=[name], unread=rest)
+    return None
+
+
+def _lost(folder: Folder) -> DtckptError | None:
+    """Return why the folder of an item cannot be read, if a file of it is missing."""
+    if not isinstance(folder, LocalFolder):
+        return None
+    try:
+        names = folder.names()
+        _validate_item(folder, names)
+        if all(map(OWN_NAMES.fullmatch, names)):
+            return CheckpointCorruptError(f"{folder}/metadata is missing; use another copy, or restore another step")
+    except CheckpointCorruptError as error:
+        return error
+    except OSError:
+        return None
     return None
 
 
@@ -239,10 +273,42 @@ def _read_tree(folder: Folder, store: str, names: Collection[str], at: Path = ()
     folders = {leaf.name.split("/")[0] for leaf in tree.leaves}
     prefix = f"{store}/" if store else ""
     unread = [f"{prefix}{name}" for name in sorted(names) if not OWN_NAMES.fullmatch(name) and name not in folders]
+    if isinstance(where, LocalFolder):
+        own = [name for name in sorted(names) if _OWN_FOLDERS.fullmatch(name)]
+        unread += [f"{prefix}{each}" for name in own for each in _strangers_in_own(where, name)]
+        document = "zarr.json" if tree.is_zarr3 else ".zarray"
+        plain = [] if reader.has_database else sorted(folders.intersection(names))
+        unread += [f"{prefix}{each}" for name in plain for each in _strangers(where, name, arrays, document)]
     if tree.custom:
         unread.append(f"{prefix}{TREE_METADATA}: custom_metadata")
     files = [f"{prefix}{name}" for name in names if f"{prefix}{name}" not in unread]
     return _Item(structure_of(nodes), tensors, {store: reader}, refused, files, unread, notes)
+
+
+def _strangers(
+    where: LocalFolder, below: str, arrays: Mapping[str, ZarrArray | DtckptError], document: str
+) -> Iterator[str]:
+    """Yield the files in a folder of arrays that belong to none of them. Blocks: on storage."""
+    for path, folders, files in os.walk(where.path / below):
+        folder = os.path.relpath(path, where.path)
+        if isinstance(arrays.get(folder), DtckptError):
+            folders.clear()
+            continue
+        # The array is the folder itself, or above it, as the parts of a key may be folders.
+        names = [folder, *map(str, pathlib.PurePosixPath(folder).parents)]
+        array = next((each for name in names if isinstance(each := arrays.get(name), ZarrArray)), None)
+        for file in sorted(files):
+            is_document = array is not None and folder == array.path and file == document
+            if not is_document and (array is None or not array.has_key(f"{folder}/{file}")):
+                yield f"{folder}/{file}"
+
+
+def _strangers_in_own(where: LocalFolder, below: str) -> Iterator[str]:
+    """Yield the files in one of Orbax's own folders that have no name of its own. Blocks: on storage."""
+    for path, folders, files in os.walk(where.path / below):
+        folders.sort()
+        folder = os.path.relpath(path, where.path)
+        yield from (f"{folder}/{file}" for file in sorted(files) if not _OWN_FILES.fullmatch(file))
 
 
 def _random_keys(where: Folder, names: Collection[str]) -> dict[str, str]:
