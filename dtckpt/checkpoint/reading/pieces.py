@@ -11,7 +11,7 @@ So do the parts of a save in the local tier. One value, `PieceIndex`, describes 
 
 An index comes from an untrusted file. Its claims are checked here, when the values are built; the lengths of files
 are checked before memory is taken. Sharded tensors have up to tens of thousands of pieces, so a
-`RegionIndex` finds those that share elements with a region, or with each other.
+`RegionIndex` finds the pieces that share elements with a region, or with each other.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class CheckedBytes:
 
 @dataclass(frozen=True, slots=True)
 class StreamRange:
-    """Where in a stream of ``torch.save`` the elements of a piece are, if the stream holds those of several pieces.
+    """Place of a piece in a stream of ``torch.save`` that holds several pieces.
 
     Args:
         shape: The shape of the tensor in the stream, which lies in C order.
-        start: The piece's first element among those.
+        start: The piece's first element among the elements of the stream.
     """
 
     shape: tuple[int, ...]
@@ -192,7 +192,7 @@ class PieceTensor:
         if self.elements is not None:
             is_same = self.elements.shape == self.shape and self.elements.dtype == DTYPES[self.dtype]
             if self.pieces or not is_same:
-                raise self._error("its elements are not those that it describes")
+                raise self._error("its elements differ from its description")
         if len(self.pieces) > 1:
             self._make()
         else:
@@ -340,7 +340,7 @@ class PieceIndex:
         return ", ".join([*some[:MAX_SHOWN], "and more"] if len(some) > MAX_SHOWN else some)
 
     def extents(self) -> Iterator[Extent]:
-        """Yield the bytes of all pieces; those that tensors share by a rule are yielded once."""
+        """Yield the bytes of all pieces; bytes that tensors share by a rule come once."""
         shared: dict[int, Sequence[Extent]] = {}
         for tensor in self.tensors.values():
             # Not `isinstance` of `RulePieces`: that takes ten times as long for an abstract class.
