@@ -19,9 +19,10 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from dtckpt.checkpoint.foreign import orbax_metadata
@@ -54,6 +55,7 @@ MSGPACK = "checkpoint"
 _MAPS = {bytes([byte]) for byte in (*range(0x80, 0x90), 0xDE, 0xDF)}
 """The first byte of a map of MessagePack."""
 MAX_METADATA_NBYTES = 64 << 20
+_MAX_DEPTH = 64
 _UNNAMED = ("default",)
 _UNNAMED_V1 = ("state", "pytree")
 OWN_NAMES = re.compile(
@@ -275,40 +277,48 @@ def _read_tree(folder: Folder, store: str, names: Collection[str], at: Path = ()
     unread = [f"{prefix}{name}" for name in sorted(names) if not OWN_NAMES.fullmatch(name) and name not in folders]
     if isinstance(where, LocalFolder):
         own = [name for name in sorted(names) if _OWN_FOLDERS.fullmatch(name)]
-        unread += [f"{prefix}{each}" for name in own for each in _strangers_in_own(where, name)]
-        document = "zarr.json" if tree.is_zarr3 else ".zarray"
+        unread += [f"{prefix}{each}" for name in own for each in _strangers(where, name, _is_own_file)]
+        is_of_array = partial(_is_of_array, arrays, "zarr.json" if tree.is_zarr3 else ".zarray")
         plain = [] if reader.has_database else sorted(folders.intersection(names))
-        unread += [f"{prefix}{each}" for name in plain for each in _strangers(where, name, arrays, document)]
+        unread += [f"{prefix}{each}" for name in plain for each in _strangers(where, name, is_of_array)]
     if tree.custom:
         unread.append(f"{prefix}{TREE_METADATA}: custom_metadata")
     files = [f"{prefix}{name}" for name in names if f"{prefix}{name}" not in unread]
     return _Item(structure_of(nodes), tensors, {store: reader}, refused, files, unread, notes)
 
 
-def _strangers(
-    where: LocalFolder, below: str, arrays: Mapping[str, ZarrArray | DtckptError], document: str
-) -> Iterator[str]:
-    """Yield the files in a folder of arrays that belong to none of them. Blocks: on storage."""
-    for path, folders, files in os.walk(where.path / below):
-        folder = os.path.relpath(path, where.path)
-        if isinstance(arrays.get(folder), DtckptError):
-            folders.clear()
+def _strangers(where: LocalFolder, below: str, is_known: Callable[[str], bool]) -> Iterator[str]:
+    """Yield the files in a folder that are not known; links are not followed. Blocks: on storage."""
+    pending = [below]
+    while pending:  # not by recursion: a stranger's directories may be deeper than Python's stack
+        folder = pending.pop()
+        try:
+            names = sorted(os.listdir(f"{where.path}/{folder}"))
+        except NotADirectoryError:
+            yield folder
             continue
-        # The array is the folder itself, or above it, as the parts of a key may be folders.
-        names = [folder, *map(str, pathlib.PurePosixPath(folder).parents)]
-        array = next((each for name in names if isinstance(each := arrays.get(name), ZarrArray)), None)
-        for file in sorted(files):
-            is_document = array is not None and folder == array.path and file == document
-            if not is_document and (array is None or not array.has_key(f"{folder}/{file}")):
-                yield f"{folder}/{file}"
+        for place in (f"{folder}/{name}" for name in names):
+            # First what needs no look at the file: there may be very many.
+            if is_known(place):
+                continue
+            path = f"{where.path}/{place}"
+            if place.count("/") < _MAX_DEPTH and os.path.isdir(path) and not os.path.islink(path):
+                pending.append(place)
+            else:
+                yield place
 
 
-def _strangers_in_own(where: LocalFolder, below: str) -> Iterator[str]:
-    """Yield the files in one of Orbax's own folders that have no name of its own. Blocks: on storage."""
-    for path, folders, files in os.walk(where.path / below):
-        folders.sort()
-        folder = os.path.relpath(path, where.path)
-        yield from (f"{folder}/{file}" for file in sorted(files) if not _OWN_FILES.fullmatch(file))
+def _is_own_file(place: str) -> bool:
+    return _OWN_FILES.fullmatch(place.rpartition("/")[2]) is not None
+
+
+def _is_of_array(arrays: Mapping[str, ZarrArray | DtckptError], document: str, place: str) -> bool:
+    """Whether a file is the document or a chunk of an array, or lies in the folder of an array that is refused."""
+    folder = place
+    while folder := folder.rpartition("/")[0]:  # the parts of a key may be folders
+        if (array := arrays.get(folder)) is not None:
+            return isinstance(array, DtckptError) or place == f"{folder}/{document}" or array.has_key(place)
+    return False
 
 
 def _random_keys(where: Folder, names: Collection[str]) -> dict[str, str]:
