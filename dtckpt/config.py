@@ -1,6 +1,6 @@
 """Configuration from environment variables: this client's id, its job, and the number of clients.
 
-Four sources; the first one that is set counts: TensorFlow's variables (``DTENSOR_JOBS``, ``DTENSOR_CLIENT_ID``,
+Four sources, of which the first that is set counts: TensorFlow's variables (``DTENSOR_JOBS``, ``DTENSOR_CLIENT_ID``,
 ``DTENSOR_NUM_CLIENTS``), torchrun's (``RANK``, ``WORLD_SIZE``), the default process group that the program has made,
 else a single client. The number of addresses in ``DTENSOR_JOBS`` is the number of clients; ``DTENSOR_NUM_CLIENTS``
 counts only without them.

@@ -149,7 +149,7 @@ class TensorPartMissingError(SaveDisagreementError):
 
 
 class ForkedProcessError(DtckptError, RuntimeError):
-    """This process was forked from one that uses checkpoints; a process must be spawned to use them."""
+    """The parent of this forked process uses checkpoints. A process that uses them too must be spawned."""
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 from support import shares, tests_of
-from support.batches import MOST_WITH_CLIENTS, SIZE, Dealer, neighbours
+from support.batches import SIZE, Dealer, neighbours
 from support.forked_workers import num_workers
 from support.shares import share, todays
 
@@ -108,8 +108,8 @@ def test_batches_are_neighbours_of_one_group():
 
 
 def test_few_workers_have_client_processes_at_one_time():
-    dealer = Dealer([(number,) for number in range(5)], [(number,) for number in range(5, 8)])
-    took = [dealer.take(worker) for worker in range(MOST_WITH_CLIENTS + 1)]
+    dealer = Dealer([(number,) for number in range(5)], [(number,) for number in range(5, 8)], most_with_clients=3)
+    took = [dealer.take(worker) for worker in range(4)]
     assert took == [(0,), (1,), (2,), (5,)]
     dealer.give_back(1, ())
     assert dealer.take(3) == (3,)
@@ -119,7 +119,7 @@ def test_few_workers_have_client_processes_at_one_time():
 
 
 def test_the_rest_of_a_batch_is_given_to_another_worker():
-    dealer = Dealer([(0, 1, 2)], [])
+    dealer = Dealer([(0, 1, 2)], [], most_with_clients=1)
     assert dealer.take(0) == (0, 1, 2)
     dealer.give_back(0, (2,))
     assert not dealer.is_empty
@@ -128,7 +128,7 @@ def test_the_rest_of_a_batch_is_given_to_another_worker():
 
 @pytest.mark.parametrize(
     ("text", "cores", "without_clients", "count"),
-    [("0", 2, False, 0), ("3", 2, False, 3), ("auto", 2, False, 4), ("auto", 2, True, 3), ("auto", 64, False, 8)],
+    [("0", 2, False, 0), ("3", 2, False, 3), ("auto", 2, False, 6), ("auto", 2, True, 3), ("auto", 64, False, 12)],
 )
 def test_number_of_workers(text, cores, without_clients, count):
     assert num_workers(text, cores, without_clients=without_clients) == count

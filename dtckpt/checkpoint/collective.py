@@ -146,8 +146,8 @@ class Collective:
 
         Barriers are met by name, so two threads at the same barrier of two saves would be one round. One thread at a
         time runs an operation; threads that save at the same time must come in the same order on every client.
-        An operation inside another one, or with one participant, takes no lock. The context may be left in another
-        thread than the one that entered it: a background save releases the lock in its own thread.
+        An operation inside another one, or with one participant, takes no lock. Another thread may
+        leave the context: a background save releases the lock in its own thread.
 
         Raises:
             CoordinationError: Another thread's operation did not end in time.
@@ -170,7 +170,7 @@ class Collective:
 
     @contextmanager
     def as_parent(self) -> Iterator[None]:
-        """Run the operations that this thread starts in the context inside this one, whose first round is over."""
+        """Run operations that this thread starts in the context inside this operation, whose first round is over."""
         # Alone, this operation has no identity that an inner one could take.
         token = _parent.set(self if len(self.participants) > 1 else None)
         try:

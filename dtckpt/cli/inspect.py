@@ -71,9 +71,11 @@ def command(
     Tensors whose names differ only in numbers share a line if they are alike: layers.{0..31}.norm stands for 32
     tensors, and the line shows the chunks and bytes of all 32.
     """
+    from dtckpt.checkpoint.gc_pause import gc_paused
     from dtckpt.checkpoint.open import open_checkpoint
 
-    with open_checkpoint(path, map=parse_map(map_name, map_back, map_sizes)) as checkpoint:
+    # A listing of many tensors makes many objects, too.
+    with gc_paused(), open_checkpoint(path, map=parse_map(map_name, map_back, map_sizes)) as checkpoint:
         tensors = select(checkpoint, patterns)
         meshes = list(dict.fromkeys(info.layout.mesh for info in tensors if info.layout is not None))
         if as_json:

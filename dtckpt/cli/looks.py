@@ -69,18 +69,18 @@ def look(
     """Ask a coordinator, and print the answer, once or until interrupted.
 
     Args:
-        coordinator: Its address; default: the one that the environment names.
-        query: Asks it.
+        coordinator: Its address; default: the address in the environment.
+        query: Asks the coordinator.
         facts: Returns the answer's facts for JSON.
         lines: Returns the lines of text of an answer from an address.
         event: Name of the events.
-        watch: Whether to go on.
+        watch: Whether to ask again and again.
         interval_s: Seconds between two looks.
         as_json: Whether to print events.
 
     Raises:
         ConfigError: Nothing names a coordinator.
-        CoordinatorUnavailableError: It does not answer, and nobody watches.
+        CoordinatorUnavailableError: It does not answer, and ``watch`` is false.
     """
     from dtckpt._proto import COORDINATOR, require
 

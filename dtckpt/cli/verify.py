@@ -62,7 +62,7 @@ def command(
         nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
         signed = checkpoint.signed
         with open_progress("verifying", nbytes) as progress:
-            if signed is not None:  # all files, also those that no reader needs
+            if signed is not None:  # all files, also files that no reader needs
                 signed.validate_files()
             report = checkpoint.verify(threads=threads, progress=progress.advance)
     signers = () if signed is None else signed.signers

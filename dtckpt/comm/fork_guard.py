@@ -1,4 +1,4 @@
-"""Fork guard: refuse to use checkpoints in a process that was forked from one that uses them.
+"""Fork guard: refuse to use checkpoints in a forked process whose parent uses them.
 
 After a fork, the child lacks the parent's threads, and the locks that these threads held stay locked in the child.
 Such locks belong to TensorStore, gRPC, the store of `torch.distributed`, or a save. The child would hang. So the first
@@ -29,7 +29,7 @@ def claim_process() -> None:
 
 
 def validate_process() -> None:
-    """Refuse a process that was forked from one that uses checkpoints.
+    """Refuse a forked process whose parent uses checkpoints.
 
     Raises:
         ForkedProcessError: This process was.

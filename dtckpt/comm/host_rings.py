@@ -1,7 +1,7 @@
 """Rings of buffers in shared memory, through which clients of one host hand data on; Linux only.
 
-Each client has a ring. Only the owner writes to a ring's memory, and the others map this memory read-only. So a late
-client, or one that has given up, never changes the memory of another client::
+Each client has a ring. Only the owner writes to a ring's memory, and the others map this memory read-only. So a client
+that is late or has given up never changes the memory of another client::
 
     ring of client 0                                         ring of client 1
     slots 0 ... 7         --- copied out by client 1 -->

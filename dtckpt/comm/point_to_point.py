@@ -46,7 +46,7 @@ from dtckpt.errors import CoordinationError
 logger = logging.getLogger("dtckpt.point_to_point")
 
 END_OF_TAGS = 2**31 - 1
-"""Tags of messages are below this one, which is the tag of handshakes."""
+"""Tag of handshakes; tags of messages are lower."""
 
 _HOST_NBYTES = _PROBE_NBYTES = 16
 _HELLO = struct.Struct(f"={_HOST_NBYTES}s16sQQ{_PROBE_NBYTES}s")

@@ -159,7 +159,7 @@ class Endpoint:
             tag: The message's tag.
             is_answered: Whether this client waits for a message of the other client anyway, and so notices its absence.
                 Then an eager send is done at once, without an ACK.
-            failures: Errors of the messages that are waited for together with this one.
+            failures: Errors of all messages that the caller waits for together with this message.
         """
         request, nbytes = Request(self._engine, self.client, memory, failures), memory.nbytes
         with self._engine.lock:

@@ -168,7 +168,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def storage_nbytes(tensor: torch.Tensor) -> int:
-    """Return the size of a tensor's storage, in bytes, also of one that has no memory."""
+    """Return the size of a tensor's storage, in bytes, also if the tensor has no memory."""
     return int(_storage_of(tensor).nbytes())
 
 

@@ -118,7 +118,7 @@ def current_coordination() -> Coordination:
     """Return this process's coordination; connect on first use, and leave when the process exits.
 
     Raises:
-        ForkedProcessError: This process was forked from one that uses checkpoints.
+        ForkedProcessError: The parent of this forked process uses checkpoints.
         DtckptError: As `connect`.
     """
     fork_guard.claim_process()
@@ -260,7 +260,7 @@ def initialize_multi_client(
 
     Raises:
         ConfigError: The function was called before, or the environment cannot be used.
-        ForkedProcessError: This process was forked from one that uses checkpoints.
+        ForkedProcessError: The parent of this forked process uses checkpoints.
         FencedError: Another process has this client's place.
         CoordinatorUnavailableError: The meeting point cannot be reached.
         BarrierTimeoutError: Clients did not come in time.

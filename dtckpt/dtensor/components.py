@@ -137,7 +137,7 @@ def pack_strided(
             global_shape = summary.global_shape(layout)
         summary.validate(layout, global_shape)
     except DtckptError as error:
-        if not is_gathered:  # then the other clients may find no error, and wait for this one in their next call
+        if not is_gathered:  # then the others may find no error, and wait for this client in their next call
             report_error(error, [layout.mesh])
         raise
     if run_check and compares_values:

@@ -45,7 +45,7 @@ _IS_FOR_BOTH = "_is_for_plain_tensors_and_dtensors"
 """Attribute of the steps that `_step_of_both` returns."""
 
 _UNWRAP = "_unwrap_dtensor_for_comparison"
-"""PyTorch 2.11 lacks this function, and compares DTensors by operators, as it compares those in lists."""
+"""PyTorch 2.11 lacks this function, and compares all DTensors by operators; others so compare DTensors in lists."""
 _unwrapped: Any = getattr(comparison, _UNWRAP, None)
 
 _flatten_parameters: Any = torch.nn.RNNBase.flatten_parameters
@@ -224,7 +224,7 @@ _OURS = logging.getLogger("dtckpt.dtensor")
 _TORCHS: Any = logging.getLogger("torch.distributed.tensor")
 """PyTorch sets the level of this logger, among others, by the setting ``dtensor``."""
 _LEVELS = [_TORCHS, *map(logging.getLogger, ("torch.distributed", "torch"))]
-"""The logger, and those that it takes its level from if it has none: the settings ``distributed`` and ``all``."""
+"""The logger and its parents, whose levels hold if it has none: the settings ``distributed`` and ``all``."""
 
 
 class _Forwarder(logging.Handler):

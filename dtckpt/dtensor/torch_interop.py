@@ -67,8 +67,8 @@ def to_torch(tensor: DTensor, device_mesh: Any = None) -> Any:
 
     Args:
         tensor: The tensor; each client owns one device of its mesh.
-        device_mesh: PyTorch's mesh of the same devices; default: the one that the mesh was converted from, or a new
-            one, which is kept.
+        device_mesh: PyTorch's mesh of the same devices; default: the mesh that was converted to this
+            mesh, or a new mesh, which is kept.
 
     Raises:
         LayoutTypeError: The value is no `DTensor`.

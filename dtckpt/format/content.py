@@ -1,6 +1,6 @@
 """Content digests: one number per tensor for all its elements, however they are cut into shards and chunks.
 
-The digest is the CRC-64/NVME (a 64-bit CRC, the one that object stores use) of the tensor's bytes: its elements in C
+The digest is the CRC-64/NVME (the 64-bit CRC of object stores) of the tensor's bytes: its elements in C
 order, as they are stored, little endian.
 
 A CRC, apart from its initial value and its last inversion, is linear over GF(2):

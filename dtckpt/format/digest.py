@@ -116,7 +116,7 @@ def _wide_digest(data: memoryview, seed: int) -> tuple[int, int]:
 def _block_data(elements: np.ndarray[Any, Any], blocks: Blocks) -> Iterator[memoryview]:
     """Yield the bytes of each block of a chunk of several blocks."""
     if elements.flags.c_contiguous:
-        # The dims before the one that is cut are one element long, so each block is contiguous.
+        # The dims before the cut dim are one element long, so each block is contiguous.
         data = as_bytes(elements).data
         step = elements.nbytes // elements.shape[blocks.dim] * blocks.rows
         yield from (data[start : start + step] for start in range(0, elements.nbytes, step))

@@ -204,7 +204,7 @@ class Manifest:
         format_version: Version of the format.
         raw_bits: Whether the ``zarr.json`` describe elements of types that Zarr's core specification lacks as unsigned
             integers of the same bits; no matter to dtckpt.
-        origins: Names of the checkpoints that first wrote chunks of this one; see `ArrayEntry`.
+        origins: Names of the checkpoints that first wrote chunks of this checkpoint; see `ArrayEntry`.
     """
 
     kvstore: str

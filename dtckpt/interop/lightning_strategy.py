@@ -25,7 +25,7 @@ SHARDED = {"state_dict", "optimizer_states"}
 
 
 def _package() -> str:
-    """Return the package of Lightning that the program uses: the one that it has imported, else that is installed."""
+    """Return the package of Lightning that the program uses: the imported package, else the installed one."""
     names = "lightning.pytorch", "pytorch_lightning"
     imported = [name for name in names if name in sys.modules]
     installed = [name for name in names if importlib.util.find_spec(name.partition(".")[0]) is not None]
@@ -38,8 +38,8 @@ _strategies = importlib.import_module(f"{_package()}.strategies")
 class DtckptModelParallelStrategy(_strategies.ModelParallelStrategy):  # type: ignore[misc, name-defined]
     """``ModelParallelStrategy`` of Lightning, with checkpoints of this library: ``Trainer(strategy=…)``.
 
-    A checkpoint has the form that Lightning gives it with one device: model by name, optimizers as they are. So it is
-    also loaded by `DtckptCheckpointIO` under any other strategy, and those that it saved are loaded here.
+    A checkpoint has the form that Lightning gives it with one device: model by name, optimizers as they are. So
+    `DtckptCheckpointIO` also loads it under any other strategy, and this strategy loads checkpoints of that class.
 
     Args:
         args: As for ``ModelParallelStrategy``.

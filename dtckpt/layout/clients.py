@@ -54,7 +54,7 @@ def full_job_name(task_id: int | None = None) -> str:
     """Return a client's task name, such as ``worker/replica:0/task:1``; the coordinator registers it under this name.
 
     Args:
-        task_id: The client; default: this one.
+        task_id: The client; default: this client.
 
     Raises:
         ConfigError: There is one client, and ``task_id`` is not 0.
@@ -119,7 +119,7 @@ def num_local_devices(device_type: str) -> int:
 
 
 def num_global_devices(device_type: str) -> int:
-    """Return the number of all clients' devices of a kind, assuming as many on every client as on this one."""
+    """Return the number of all clients' devices of a kind, assuming as many on every client as on this client."""
     return num_local_devices(device_type) * num_clients()
 
 

@@ -119,7 +119,7 @@ def _make_mesh(
     all_devices: Sequence[DeviceSpec] | None = None,
     use_xla_spmd: bool = False,
 ) -> Mesh:
-    """Return the mesh of ``count`` clients with as many devices as ``own``; ``client`` is this one.
+    """Return the mesh of ``count`` clients with as many devices as ``own``; ``client`` is this client.
 
     Args:
         axes: Names and sizes, major first.

@@ -341,7 +341,7 @@ class Layout:
     def split_axes(self) -> tuple[tuple[str, ...], ...]:
         """Axes that split every dim, major first."""
         if not self._mesh.device_ids:
-            raise LayoutError(f"{self._label} has no shards: got a mesh without a grid, expected one that has axes")
+            raise LayoutError(f"{self._label} has no shards: got a mesh without a grid, expected a mesh with axes")
         return tuple(map(self._axes_of, self._specs))
 
     @cached_property

@@ -313,7 +313,7 @@ class Mesh:
     def min_global_device_id(self) -> int:
         """Return the lowest global id."""
         if not self.device_ids:
-            raise MeshError(f"{self.label}: got a mesh without a grid of devices, expected one that has ids")
+            raise MeshError(f"{self.label}: got a mesh without a grid of devices, expected a mesh with ids")
         return self.offsets.lowest
 
     def is_remote(self) -> bool:
@@ -468,7 +468,7 @@ class Mesh:
 
     @cached_property
     def root_offsets(self) -> tuple[Mesh, Sequence[int]]:
-        """The root mesh (this one, if it is no slice), and the row-major offsets in it of this mesh's devices."""
+        """The root mesh, which may be this mesh, and the row-major offsets in it of this mesh's devices."""
         return self, range(self.size())
 
     @cached_property

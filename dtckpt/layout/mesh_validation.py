@@ -124,7 +124,7 @@ def _validate_ids(record: text_format.MeshRecord) -> None:
         if start % len(local_ids) or not is_run:
             raise MeshError(
                 f"mesh: got local ids {capped(local_ids)} of {len(ids)}, expected an aligned run of consecutive ids; "
-                "pass global_devices to say who owns the others"
+                "pass global_devices to say which clients own the others"
             )
 
 
@@ -243,7 +243,7 @@ def parse_backend_override(backend_override: Any, names: Sequence[str]) -> dict[
 def host_record(record: text_format.MeshRecord, label: str) -> text_format.MeshRecord:
     """Return the unnamed mesh of the same grid on CPU devices of the same clients; ``label`` names it in errors."""
     if not record.global_device_ids:
-        raise MeshError(f"{label}: got a mesh without a grid of devices, expected one that has a host mesh")
+        raise MeshError(f"{label}: got a mesh without a grid of devices, expected a mesh with a host mesh")
     specs = [DeviceSpec.parse(name) for name in record.local_devices]
     devices = tuple(
         DeviceSpec(spec.job, spec.replica or 0, spec.task, "CPU", spec.device_index).to_string() for spec in specs

@@ -97,7 +97,7 @@ class Region:
         return Region.unchecked(start, shape) if min(shape, default=1) > 0 else None
 
     def contains(self, other: Region) -> bool:
-        """Tell whether every element of the other region is in this one; an empty region is in every one."""
+        """Tell whether every element of the other region is in this region; an empty region is in every region."""
         return other.is_empty or self.intersect(other) == other
 
     def subtract(self, other: Region) -> list[Region]:

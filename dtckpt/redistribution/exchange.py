@@ -484,7 +484,7 @@ class BoxTransfer:
                 self._exchange.received_boxes[number].view_in(self.outputs).copy_(view)
 
     def _reduce(self, number: int) -> None:
-        """Reduce the terms of an output box, all of which are here."""
+        """Reduce the terms of an output box; all terms are on this device."""
         reduction = self._exchange.reductions[number]
         output = reduction.box.view_in(self.outputs)
         # Popped: a term is kept until its reduction is done and its flight is complete, and no longer.

@@ -181,7 +181,7 @@ class ChunkReader:
 
     @cached_property
     def _context(self) -> Any:
-        # Made at first use: few checkpoints are compressed, and who only looks at a manifest needs no TensorStore.
+        # Made at first use: few checkpoints are compressed, and a look at a manifest needs no TensorStore.
         return open_context()
 
     def locate(self, path: str, index: Sequence[int]) -> StoredValue | None:
@@ -366,7 +366,7 @@ class ChunkReader:
     def read_documents(self, paths: Iterable[str]) -> Iterator[tuple[str, bytes]]:
         """Yield key and content of the ``zarr.json`` of arrays and of the groups above them, sorted by path.
 
-        The content of one that is missing is empty. Raises: as `finish`.
+        The content of a missing file is empty. Raises: as `finish`.
 
         Args:
             paths: The arrays' paths.

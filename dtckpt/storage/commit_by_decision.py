@@ -119,7 +119,7 @@ class AttemptRegister:
     def claim(self, token: str) -> str:
         """Claim a new attempt, newer than all others; return its name."""
         # More than the newest number: a host whose clock is behind would otherwise claim an attempt that is old at
-        # once. A list from some time ago will do: who claims looks again afterwards.
+        # once. An old list will do: an attempt that claims looks again afterwards.
         seen = self.attempts() if self._seen is None else self._seen
         newest = max((start_ns(attempt) for attempt in seen), default=0)
         attempt = f"{max(int(self._clock() * 1e9), newest + 1):020d}-{token}"
@@ -163,10 +163,10 @@ class AttemptRegister:
         self._folder.remove([attempt, attempt + _DECISION])
 
     def give_up_older(self, attempt: str) -> Others:
-        """Give up all attempts before this one, so that they can no longer be committed.
+        """Give up all earlier attempts, so that they can no longer be committed.
 
         Returns:
-            What the register holds now, from one list: a newer attempt, which the list may lack, gives this one up
+            The content of the register, from one list. The list may lack a newer attempt, which gives this attempt up
             before its own decision.
         """
         entries = self._folder.names()
@@ -291,7 +291,7 @@ class ObjectStoreTarget(CommitTarget):
     def begin(self, token: str) -> ObjectStoreAttempt:
         with translate_errors("begin the checkpoint", self.where):
             for _ in range(MAX_TRIES):
-                # Claim first, look then: of two leaders that begin at once, the one that wrote last sees the other's
+                # Claim first, look then: of two leaders that begin at once, the last to write sees the other's
                 # claim. So the older one of them goes on only if the newer one sees it, and gives it up before it
                 # commits:
                 #     older:  claim 7 . look: {7}     . goes on
@@ -313,7 +313,7 @@ class ObjectStoreTarget(CommitTarget):
             yield attempt
 
     def _left_attempt(self, token: str) -> ObjectStoreAttempt | None:
-        """Return the newest attempt, if its token is this one, and it is neither committed nor given up."""
+        """Return the newest attempt if it has this token and is neither committed nor given up."""
         with translate_errors("look for an earlier attempt", self.where):
             newest = max(self._register.attempts(), default="")
             # Not an older one: a newer one has given it up, or will.

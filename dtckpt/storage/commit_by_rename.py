@@ -284,7 +284,7 @@ def _write_markers(target: Path, markers: Mapping[str, bytes], *, is_durable: bo
 
 
 def is_own(directory: WorkingDirectory) -> bool:
-    """Whether the directory is still the one that the attempt began with."""
+    """Whether the directory is still the directory with which the attempt began."""
     return inode_of(directory.path) == directory.inode
 
 

@@ -26,7 +26,7 @@ class DiskUsage:
 
 
 def disk_usage(folder: Path) -> DiskUsage:
-    """Measure a directory with all that is below it.
+    """Measure a directory with everything below it.
 
     Raises:
         OSError: A directory cannot be read.

@@ -40,7 +40,7 @@ class MalformedError(ValueError):
 class translate_errors:  # noqa: N801  (a context manager is used as a function is)
     """Translate an error that is raised in a context: ``with translate_errors("open the checkpoint", path):``.
 
-    Every use of storage passes by here, so a process that was forked from one that uses checkpoints is refused here.
+    Every use of storage calls this function, so it also refuses a forked process whose parent uses checkpoints.
 
     Args:
         action: The action, for the message: "cannot <action> at <where>: ...". May have fields for ``facts``, as in
@@ -54,7 +54,7 @@ class translate_errors:  # noqa: N801  (a context manager is used as a function 
         CheckpointExistsError: A file or directory is in the way.
         StorageError: Storage refused; by its subclasses, because it is full or denies access.
         CheckpointError: This host lacks the memory.
-        ForkedProcessError: This process was forked from one that uses checkpoints.
+        ForkedProcessError: The parent of this forked process uses checkpoints.
     """
 
     __slots__ = ("_action", "_facts", "_is_read", "_where")

@@ -29,7 +29,7 @@ class Folder(Protocol):
     """Whether the files are files of this machine, which `open_local` opens."""
 
     def __truediv__(self, name: str) -> Self:
-        """Return a folder below this one."""
+        """Return a folder below this folder."""
         ...
 
     def make(self) -> None:
@@ -105,11 +105,11 @@ class Folder(Protocol):
         ...
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files; those that are missing are passed over."""
+        """Remove files, and pass over missing files."""
         ...
 
     def remove_below(self, names: Mapping[str, Iterable[str]]) -> None:
-        """Remove files of folders below this one, as `remove`: their names, by folder."""
+        """Remove files of folders below this folder, as `remove`: their names, by folder."""
         for folder, below in names.items():
             (self / folder).remove(below)
 
@@ -119,7 +119,7 @@ class Folder(Protocol):
         below.remove(below.names())
 
     def share(self, source: Folder, sizes: Mapping[str, int]) -> bool:  # noqa: ARG002  (for those that can)
-        """Make files of another folder files of this one, too, under the same names, without sending their bytes.
+        """Make files of another folder files of this folder, too, under the same names, without sending their bytes.
 
         Args:
             source: The other folder.

@@ -437,7 +437,7 @@ class LocalFolder(Folder):
 
     @override
     def remove_tree(self, name: str) -> None:
-        """Remove an entry with all that is in it, if it is there; a link as a link.
+        """Remove an entry with its whole content, if it is there; a link as a link.
 
         Raises:
             OSError: Something cannot be removed; whatever else can be is gone.
@@ -456,7 +456,7 @@ class LocalFolder(Folder):
         """Remove the drafts of `replace` that processes which died have left.
 
         Args:
-            before_s: Those that were last written before this time, in seconds since the epoch.
+            before_s: Only entries that were last written before this time, in seconds since the epoch.
         """
         with self._opened() as folder:
             for name in os.listdir(folder):

@@ -39,6 +39,16 @@ def is_inside(inner: Location, outer: Location) -> bool:
     return type(inner) is type(outer) and str(inner).startswith(f"{outer}/")
 
 
+def validate_not_nested(source: Location, target: Location) -> None:
+    """Refuse a checkpoint inside another checkpoint: a save that replaces the outer one removes both.
+
+    Raises:
+        ConfigError: One of the two is below the other.
+    """
+    if is_inside(source, target) or is_inside(target, source):
+        raise ConfigError(f"{source} and {target} cannot lie one inside the other; choose another destination")
+
+
 def location_of(path: str | os.PathLike[str] | Url, *, follow_link: bool = True) -> Location:
     """Return the location of a checkpoint: an absolute local path, symbolic links followed, or a URL.
 

@@ -27,7 +27,7 @@ def check_new(
 
     Args:
         target: The path.
-        is_own: Whether an entry of a directory is one of those that may be replaced.
+        is_own: Whether an entry of a directory may be replaced.
         is_file: Whether the path will be a file, not a directory.
         overwrite: Whether a checkpoint there may be replaced.
         advice: How the caller's user says so.

@@ -67,7 +67,7 @@ def open_context() -> Any:
     """Return a new TensorStore context: no cache, and `RETRIES` for object stores.
 
     Raises:
-        ForkedProcessError: This process was forked from one that uses checkpoints.
+        ForkedProcessError: The parent of this forked process uses checkpoints.
     """
     fork_guard.claim_process()
     return tensorstore().Context(

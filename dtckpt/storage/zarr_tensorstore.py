@@ -94,7 +94,7 @@ def _kvstore(kind: str, folder: Folder, *, to_write: bool = False, is_new: bool 
         kind: Key-value store.
         folder: Its folder.
         to_write: As for `Folder.kvstore`.
-        is_new: Whether nobody has written to it.
+        is_new: Whether no client has written to it.
     """
     base = folder.kvstore(to_write=to_write)
     assert base is not None  # noqa: S101  (a folder without one has another writer and reader)
@@ -396,7 +396,7 @@ def merge(
             # All reads are under way before the first answer: one round trip to storage, not one for each client.
             reads = {client: store.read(key, byte_range=slice(0, 1)) for client, key in last_written.items()}
             is_visible = {client: read.result().state == "value" for client, read in reads.items()}
-    # The merge cannot tell: a database that is not seen, or seen in an earlier state, looks like one that holds less.
+    # The merge cannot tell: a database that is not seen, or is seen in an earlier state, looks like a smaller database.
     if lost := [client for client in last_written if not is_visible[client]]:
         raise CheckpointCorruptError(
             f"clients {capped(lost)} wrote files to {root} that this client does not see; got no "

@@ -58,7 +58,7 @@ async def run(config: ServerConfig, port_file: Path | None = None, parent: int |
     Args:
         config: How to serve.
         port_file: A file for the port.
-        parent: Number of the process whose end ends this one, too.
+        parent: Process id; when that process ends, the coordinator ends, too.
 
     Returns:
         The exit code, 128 and the signal's number; 70 if it failed to stop in order. The code is not 0 because a

@@ -3,8 +3,8 @@
 The owner of a job is the job that its token is for; without tokens, the part of its name before the first ``#``.
 Pure: no clock, no I/O.
 
-Half of each resource is reserved, in equal shares for so many owners as are expected. The other half is for those who
-come first. So an owner that has no more than its share is never refused because of others, whatever they do, unless
+Half of each resource is reserved, in equal shares for so many owners as are expected. The first owners to ask get the
+other half. So an owner that has no more than its share is never refused because of others, whatever they do, unless
 there are more owners than were expected.
 """
 

@@ -113,10 +113,10 @@ class Job:
         default_factory=dict
     )  # by participants: an operation of an earlier life that cannot go on
     verdicts: dict[str, Barrier] = field(default_factory=dict)  # the decided ones by barrier_id, oldest first
-    with_payloads: dict[str, Barrier] = field(default_factory=dict)  # the decided ones that have payloads
+    with_payloads: dict[str, Barrier] = field(default_factory=dict)  # decided barriers that have payloads
     num_heartbeats: int = 0
     heard_at: float = 0.0  # when any of its tasks was heard last
-    nbytes: int = 0  # all that is counted for the job
+    nbytes: int = 0  # all bytes that count for the job
     verdict_nbytes: int = 0  # the part of it that verdicts take, without their payloads
     payload_nbytes: int = 0  # the part of it that payloads of decided barriers take
 

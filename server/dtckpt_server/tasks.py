@@ -73,7 +73,7 @@ class Tasks(dict[int, Task]):
         self[task.number] = self.by_state[state][task.number] = task
 
     def fence(self, num_places: int) -> None:
-        """Fence all tasks; forget those with a number of ``num_places`` or more."""
+        """Fence all tasks; forget tasks with a number of ``num_places`` or more."""
         kept = [task for task in self.values() if task.number < num_places]
         self.clear()
         for tasks in self.by_state.values():
@@ -87,7 +87,7 @@ class Tasks(dict[int, Task]):
         return sum(len(self.by_state[state]) for state in ALIVE)
 
     def longest_silent(self) -> Iterator[Task]:
-        """Return the tasks that are alive, each before those that were heard later."""
+        """Return the tasks that are alive, in the order in which they were last heard."""
         return chain.from_iterable(self.by_state[state].values() for state in (SUSPECT, REGISTERED))
 
     def silent_since(self, when: float, state: str, limit: int) -> list[Task]:

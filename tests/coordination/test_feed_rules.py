@@ -78,22 +78,6 @@ def test_numbers_are_used_once(world):
         world.announce(5000)
 
 
-def test_clock_that_goes_back(world):
-    """Registry and publisher began anew, with lower numbers than a reader has had before."""
-    world.publish(FLOOR)
-    had = feeds.Want(newer_than=FLOOR + 5_000_000)
-    assert isinstance(world.subscribe("engine", want=had), feeds.NotYet)
-    world.publish(FLOOR + 1)  # begun before the registry knew
-    number = world.open().next_number
-    assert number == FLOOR + 5_000_001
-    world.publish(number)
-    assert world.subscribe("engine", want=had).number == number
-    # Nobody can use numbers up.
-    absurd = feeds.Want(newer_than=feeds.MAX_NUMBER - 1)
-    assert isinstance(world.subscribe("engine", lease=2, want=absurd), feeds.NotYet)
-    assert world.open().next_number == number + 1
-
-
 def test_version_that_has_failed_is_not_published_again(world):
     world.announce(FLOOR)
     world.happen(feeds.Abort(world.trainers()[1], "f", 0, FLOOR, "the disk is full"))

@@ -11,8 +11,6 @@ T = TypeVar("T")
 
 SIZE = 16
 """Tests of a batch at most: few enough that the last workers end together."""
-MOST_WITH_CLIENTS = 3
-"""Workers that run tests with client processes at the same time: each test starts several processes, and waits."""
 
 
 def neighbours(tests: Sequence[T], group_of: Callable[[T], object]) -> list[tuple[T, ...]]:
@@ -35,22 +33,27 @@ class Dealer:
 
     ::
 
-        with clients:  b0 b1 b2 b3 ...   at most three workers have one of these
-        others:        b7 b8 b9 ...      a fourth worker, and each that finds no batch with clients left, has these
+        with clients:  b0 b1 b2 b3 ...   at most so many workers have one of these
+        others:        b7 b8 b9 ...      each other worker, and each that finds no batch with clients left, has these
 
     Args:
         with_clients: Batches whose tests start client processes.
         others: All other batches.
+        most_with_clients: How many workers may run tests with client processes at the same time: each such test
+            starts several processes.
     """
 
-    def __init__(self, with_clients: Iterable[tuple[T, ...]], others: Iterable[tuple[T, ...]]) -> None:
+    def __init__(
+        self, with_clients: Iterable[tuple[T, ...]], others: Iterable[tuple[T, ...]], most_with_clients: int
+    ) -> None:
         self._with_clients, self._others = deque(with_clients), deque(others)
+        self._most_with_clients = most_with_clients
         self._holders: set[int] = set()
 
     def take(self, worker: int) -> tuple[T, ...] | None:
         """Return a worker's next batch, after it has done its last one; None if there is none now."""
         self._holders.discard(worker)
-        if self._with_clients and len(self._holders) < MOST_WITH_CLIENTS:
+        if self._with_clients and len(self._holders) < self._most_with_clients:
             self._holders.add(worker)
             return self._with_clients.popleft()
         return self._others.popleft() if self._others else None

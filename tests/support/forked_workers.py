@@ -41,13 +41,13 @@ STOP_S = 30.0
 def num_workers(text: str, cores: int, *, without_clients: bool) -> int:
     """Return how many workers ``--workers=text`` asks for; 0 means that pytest runs the tests by itself.
 
-    ``auto`` is twice as many as cores, as tests of client processes wait more than they work, and eight at most;
+    ``auto`` is three times as many as cores, as tests of client processes wait more than they work, and twelve at most;
     without those tests it is one more than cores.
     """
     if text != "auto":
         return int(text)
     cores = min(cores, 4)
-    return cores + 1 if without_clients else 2 * cores
+    return cores + 1 if without_clients else 3 * cores
 
 
 class ForkedWorkers:
@@ -90,7 +90,9 @@ class ForkedWorkers:
 
         with_clients = [index for index, item in enumerate(items) if HAS_CLIENTS in item.keywords]
         others = [index for index, item in enumerate(items) if HAS_CLIENTS not in item.keywords]
-        return Dealer(neighbours(with_clients, group_of), neighbours(others, group_of))
+        # The others work meanwhile, while clients wait.
+        most_with_clients = max(1, 2 * self._count // 3)
+        return Dealer(neighbours(with_clients, group_of), neighbours(others, group_of), most_with_clients)
 
     def _start(self, session: pytest.Session, number: int) -> None:
         ours, theirs = _context.Pipe()

@@ -39,7 +39,7 @@ from dtckpt.format import tree as trees
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.commit import commit_target_of
-from dtckpt.storage.location import Location, is_inside, location_of
+from dtckpt.storage.location import Location, location_of, validate_not_nested
 from dtckpt.storage.zarr_files import validate_kind
 
 DEFAULT_MAX_MEMORY = 256 << 20
@@ -128,7 +128,7 @@ def convert(
     validate_sizes(max_memory, max_shard_size)
     _validate_arguments(form, mesh, layouts, options)
     with open_checkpoint(src, map=map) as checkpoint:
-        validate_apart(checkpoint.path, where)
+        validate_not_nested(checkpoint.path, where)
         globs = [select] if isinstance(select, str) else select
         if not ignore_rest:
             validate_all_read(checkpoint, globs)
@@ -217,12 +217,6 @@ def validate_sizes(max_memory: int, max_shard_size: int) -> None:
     """Refuse bounds that are no sizes."""
     if max_memory <= 0 or max_shard_size <= 0:
         raise ConfigError(f"sizes must be positive; got max_memory {max_memory}, max_shard_size {max_shard_size}")
-
-
-def validate_apart(source: Location, target: Location) -> None:
-    """Refuse to put one checkpoint inside the other: replacing the outer one would remove both."""
-    if is_inside(source, target) or is_inside(target, source):
-        raise ConfigError(f"{source} and {target} cannot lie one inside the other; choose another destination")
 
 
 def validate_tied(checkpoint: Checkpoint, export: Export, tied: Mapping[str, str]) -> None:

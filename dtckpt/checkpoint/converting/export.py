@@ -107,7 +107,7 @@ def plan_export(
 
     Raises:
         TensorNotFoundError: A glob matches nothing, or a tensor to be tied is not there.
-        TensorNameError: Two tensors would have one name, or a tensor is tied to one that is tied itself.
+        TensorNameError: Two tensors would have one name, or a tensor is tied to a tensor that is tied itself.
         ConfigError: The dtype is no floating-point type, or tied tensors differ in shape or dtype.
     """
     if dtype is not None and not is_floating(dtype):

@@ -152,7 +152,7 @@ def _array_plans(name: str, tensor: ExportedTensor, max_file_nbytes: int) -> lis
 
 
 def _grid(shape: Sequence[int], itemsize: int, max_nbytes: int) -> ChunkGrid:
-    """Return a grid whose chunks are runs of rows: all dims behind the one that is cut are whole."""
+    """Return a grid whose chunks are runs of rows: it cuts one dim and leaves all later dims whole."""
     chunk = [max(1, size) for size in shape]
     for dim in range(len(shape)):
         row_nbytes = math.prod(chunk[dim + 1 :]) * itemsize

@@ -107,7 +107,7 @@ class SourceAccount:
 
         Args:
             checkpoint: The source.
-            taken: New name by old one, of all that is taken.
+            taken: The new name of each taken tensor, by its old name.
             dropped: Why the target does not keep something, by path.
         """
         present = chain(checkpoint.tensors, (path for path, _ in trees.value_nodes(checkpoint.structure)))

@@ -25,7 +25,6 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.converting.convert import (
     DEFAULT_MAX_MEMORY,
     DEFAULT_SHARD_NBYTES,
-    validate_apart,
     validate_sizes,
     validate_tied,
 )
@@ -37,7 +36,7 @@ from dtckpt.checkpoint.leaves import dtype_name
 from dtckpt.checkpoint.open import open_checkpoint
 from dtckpt.checkpoint.restoring.rename_rules import Rename
 from dtckpt.errors import CheckpointConflictError, ConfigError
-from dtckpt.storage.location import Location
+from dtckpt.storage.location import Location, validate_not_nested
 from dtckpt.storage.new_files import check_new, new_files
 
 TARGET = FILE_TARGETS["safetensors"]
@@ -85,7 +84,7 @@ def export_together(
                 return None, b""
             validate_sizes(options.max_memory, options.max_shard_size)
             step = choose()
-            validate_apart(source_of(step), where)
+            validate_not_nested(source_of(step), where)
             if not isinstance(where, Path):
                 raise ConfigError(f"safetensors files are written to a file system; got {where}; export to a path")
             is_file = where.name.endswith(TARGET.suffixes)

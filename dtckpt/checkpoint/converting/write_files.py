@@ -209,7 +209,7 @@ class _Shares:
         return self._numels.get(tensor.name, 0) * tensor.itemsize == tensor.nbytes
 
     def digest(self, tensor: ExportedTensor) -> int:
-        """Return the digest of all that was added."""
+        """Return the digest of all added bytes."""
         return content_digest(self._shares.get(tensor.name, 0), tensor.shape, tensor.itemsize)
 
 

@@ -361,7 +361,7 @@ class CheckpointScrub:
     def _mended(
         self, segment: Segment, ours: memoryview, theirs: memoryview, lost: Set[int], copy: Frame
     ) -> memoryview:
-        """Return the bytes of a segment: its own chunks, but from the copy those that begin at a byte of ``lost``.
+        """Return the bytes of a segment: chunks that begin at a byte of ``lost`` from the copy, the others from here.
 
         Raises:
             CheckpointCorruptError: One of them is damaged in the copy, too.

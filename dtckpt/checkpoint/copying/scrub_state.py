@@ -65,7 +65,7 @@ class ScrubState:
         return min(bytes_per_day, self.left + (now - self.at_s) / DAY_S * bytes_per_day)
 
     def order(self, names: Collection[str]) -> list[str]:
-        """Return the checkpoints that this round has still to visit, of all that there are; the oldest first."""
+        """Return the checkpoints among ``names`` that this round has not visited yet; the oldest first."""
         ordered = sorted(names, key=lambda name: (len(name), name))
         return [name for name in ordered if (len(name), name) >= (len(self.name), self.name)]
 

@@ -116,7 +116,7 @@ def estimate_mtbf(past: Sequence[PastRun], uptime_s: float, num_hosts: int) -> f
         (M0 + seconds of all runs) / (1 + failures),   M0 = HOST_MTBF_S / hosts
 
     Args:
-        past: The runs before this one.
+        past: The earlier runs.
         uptime_s: Seconds that this run has lasted.
         num_hosts: Number of hosts of the job.
     """

@@ -96,7 +96,7 @@ class _Outcome:
         reason = "" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
         damaged = self.damaged
         while len(json.dumps(damaged)) > MAX_DAMAGED_CHARS:
-            damaged = damaged[:-1]  # those that are left out are found by the next restore
+            damaged = damaged[:-1]  # the next restore finds the others
         return json.dumps([wire_text(reason)[:MAX_REASON_CHARS], damaged], ensure_ascii=False).encode()
 
 

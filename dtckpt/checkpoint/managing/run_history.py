@@ -69,7 +69,7 @@ class RunRecord:
 
 
 class RunHistory:
-    """The runs of a root, and the record of this one. Only for the process with the right to the root.
+    """The runs of a root, and the record of this run. Only for the process with the right to the root.
 
     Args:
         folder: The root's folder for them.

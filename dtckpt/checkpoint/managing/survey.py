@@ -92,7 +92,7 @@ class Survey:
 
 
 def survey(where: Location, *, min_age_s: float, now: float) -> Survey:
-    """Look at all that is below a root. Only metadata is read.
+    """Survey everything below a root. Only metadata is read.
 
     Args:
         where: The root's path or URL.

@@ -199,7 +199,7 @@ class TierSaves:
                 collect=collect_next,
                 options=self._options,
                 metrics=metrics,
-                # In this order: a write that ends at this moment may have been the one that was owed.
+                # In this order: a write that ends at this moment may pay the debt.
                 is_durable=lambda: not self.writer.is_busy and (is_durable or self._debt > 0),
                 compares_copies=is_wanted and bool(self._options.check_replicas),
             )
@@ -349,7 +349,7 @@ class TierSaves:
     def go_on_from(self, chosen: Candidate, damaged: Collection[PartCopy], write_durable: WriteDurable) -> None:
         """After a restore, make the copies that are missing, and prepare to `resume` a durable write that was cut off.
 
-        If steps followed the one that was being written, the one that was restored is written in its place.
+        If the restored step is later than the step that was being written, the write takes the restored step.
 
         Collective: Over all clients, in the background.
 

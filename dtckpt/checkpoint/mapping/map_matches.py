@@ -66,7 +66,7 @@ def match_map(rules: TensorMap, shapes: Mapping[str, Shape], sizes: Mapping[str,
     Args:
         rules: The map.
         shapes: The shapes of the tensors, by name.
-        sizes: Sizes of axes that the checkpoint or its configuration tells; those of the map take precedence.
+        sizes: Sizes of axes from the checkpoint or its configuration; sizes that the map gives take precedence.
 
     Raises:
         TensorNotFoundError: A rule lacks tensors.
@@ -229,7 +229,7 @@ class _Group:
                     )
 
     def _solve(self, found: Mapping[str, int]) -> None:
-        """Learn sizes from the shapes, then from those that were found, and then from ranges whose ends are numbers."""
+        """Learn sizes from the shapes, then from sizes learnt so, and then from ranges whose ends are numbers."""
         self._solve_by_shapes()
         self._sizes = {axis: size for axis, size in found.items() if axis in self._rule.axes} | self._sizes
         self._solve_by_shapes()

@@ -149,7 +149,7 @@ class TensorMap:
     `dtckpt.open_checkpoint`, `dtckpt.convert` and `dtckpt.RestoreOptions` take one (docs/convert.md).
 
     Args:
-        rules: The rules. The first one that matches a tensor takes it; a tensor that no rule matches stays as it is.
+        rules: The rules. The first rule that matches a tensor applies to it. Other tensors stay as they are.
         sizes: Sizes of axes that shapes alone do not tell.
     """
 
@@ -226,7 +226,7 @@ class TensorMap:
         return replace(self, sizes={**self.sizes, **sizes})
 
     def inverse(self) -> TensorMap:
-        """Return the map from the other model to this one."""
+        """Return the inverse map, from the other model to this model."""
         return replace(self, rules=tuple(rule.inverse() for rule in self.rules))
 
 

@@ -275,7 +275,7 @@ class MappedInfo(TensorInfo):
 
 
 def _structure(structure: trees.Node, names: Iterable[str], taken: set[str]) -> trees.Node:
-    """Return a state tree with other tensors in place of those that are taken."""
+    """Return a state tree with other tensors in place of the taken tensors."""
     new: dict[str, Any] = {}
     for name in names:
         *above, last = name.split("/")

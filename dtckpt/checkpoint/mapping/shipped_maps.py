@@ -1,4 +1,4 @@
-"""The maps that dtckpt knows by name, from Megatron-Core's names and shapes to those of transformers.
+"""The maps that dtckpt knows by name, from Megatron-Core's names and shapes to the names and shapes of transformers.
 
 Megatron stacks its layers, ``decoder.layers.self_attention…``, or names each, ``decoder.layers.3.self_attention…``.
 With Transformer Engine a norm belongs to the linear layer behind it. The rules for stacked layers with Transformer

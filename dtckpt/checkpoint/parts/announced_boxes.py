@@ -20,7 +20,7 @@ from dtckpt.layout.region import Region
 Box = tuple[str, Region]
 """A region of a tensor, by its name."""
 MAX_BOXES = 1 << 16
-"""Boxes that are kept; those that were announced longest ago go first."""
+"""Number of boxes that are kept; a new box replaces the box that was announced longest ago."""
 MAX_ANNOUNCEMENT_NBYTES = 32 << 20
 MAX_PASSES = 4
 """How often the bytes of a part may be digested for boxes: as many readers' layouts may differ in all boxes."""
@@ -46,7 +46,7 @@ class AnnouncedBoxes:
         self.client = client
         self._lock = threading.Lock()
         self._boxes: dict[Box, int] = {}
-        """The boxes, with the number of parts that there were; last the one that was announced last."""
+        """The number of parts when each box was announced, by box; in the order of announcements."""
         self._num_parts = 0
         self._wholes: dict[str, Region] = {}
         """The tensors of the last part."""

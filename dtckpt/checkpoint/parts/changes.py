@@ -1,7 +1,7 @@
 """Changes of a box from one version to another: positions and new values of the elements that differ; pure.
 
-The values are absolute, so to apply changes twice does no harm. Whoever applies them compares the result with the
-digest of the box in the new version. So changes to another base, or damaged ones, are found.
+The values are absolute, so to apply changes twice does no harm. The reader applies them and compares the result with
+the digest of the box in the new version. So changes to another base, or damaged ones, are found.
 
 ::
 
@@ -24,9 +24,9 @@ from dtckpt.format.digest import as_bytes
 WORDS = {size: np.dtype(f"<u{size}") for size in (1, 2, 4, 8)}
 """Elements are compared by their bits, as whole numbers of their size. There are changes for these sizes only."""
 MAX_CHANGED = 0.25
-"""Of more changed elements no changes are made: they would save little, and take memory of the array's size."""
+"""Highest share of changed elements: with more of them, changes save little and take memory of the array's size."""
 SAMPLED_SPANS, SAMPLED_NBYTES = 8, 4096
-"""What is compared first, to see whether too many elements changed."""
+"""Number and size of the samples that are compared first, to see whether too many elements changed."""
 MAX_GAP = np.iinfo(np.uint32).max
 _HEAD = struct.Struct("<BQ")
 

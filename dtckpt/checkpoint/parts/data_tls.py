@@ -153,7 +153,7 @@ def _client_context(variable: str, ca: Path, _stamps: Stamps) -> ssl.SSLContext:
 
 
 def _stamps(*paths: Path) -> Stamps:
-    """Return what changes when a file is replaced; (0, 0) of one that is not there."""
+    """Return facts that change when a file is replaced; (0, 0) for a missing file."""
     found = []
     for path in paths:
         try:

@@ -1,7 +1,7 @@
 """`HeldBoxes`: which boxes of which content some memory holds, as reads of former versions left it there.
 
-A box whose content is that of the new version is not read again. Contents are compared by digest, not by number, so
-neither a skipped version nor a publisher that began anew can be mistaken for another.
+A box is not read again if the new version has the same content there. Digests are compared, not numbers, so neither a
+skipped version nor a publisher that began anew can be mistaken for another.
 
 ::
 
@@ -9,8 +9,8 @@ neither a skipped version nor a publisher that began anew can be mistaken for an
     read of version 2   b1 is the digest of version 2, too: not read, noted again
                         a1 is not: forgotten, read, verified, and noted as a2
 
-What a read forgot and did not note again, because it failed, stays forgotten. Notes live from one read to the next one,
-so no note outlives a read that wrote the memory as other boxes.
+If a read fails, the boxes that it forgot and did not note again stay forgotten. Notes live from one read to the next
+one, so no note outlives a read that wrote the memory as other boxes.
 
 Clients that read tensors together must agree which of them they hold. So the content of whole tensors is noted, too,
 when all of a version was read: it is the same on all clients, whichever boxes they hold.
@@ -65,8 +65,8 @@ class HeldBoxes:
 
     Args:
         is_private: Tells of an address whether only reads that note it write the memory there, and it lives as long as
-            this object. Boxes in other memory are digested again before they are taken for what was noted. Default: no
-            memory is private.
+            this object. Boxes in other memory count only after their digests are computed again and found equal.
+            Default: no memory is private.
 
     Attributes:
         tensors: Digests of whole tensors of the version that was read last, if it was read whole to private memory.
@@ -79,7 +79,7 @@ class HeldBoxes:
         self.tensors: Mapping[str, int] = {}
 
     def begin(self) -> None:
-        """Begin a read: what the last one noted is known, and goes unless it is noted again."""
+        """Begin a read, which knows the notes of the last read. A note goes unless this read notes it again."""
         self._before, self._now = self._now, {}
         self.tensors = {}
 

@@ -35,7 +35,7 @@ def validate_expected_tags(found: Iterable[tuple[str, str]], expected: Mapping[s
     Args:
         found: Names of tensors, and their tags.
         expected: The expected tags, by glob on names; of others the reader expects none.
-        title: Names what is read.
+        title: Name of the checkpoint in messages.
 
     Raises:
         LayoutError: A tag differs.

@@ -55,7 +55,7 @@ class NixlOffer:
         self._kept: deque[OpenPart] = deque(maxlen=KEPT_PARTS)
 
     def describe(self, save: SaveId, client: int, part: OpenPart) -> bytes:
-        """Register a part, unless it is registered; return what a reader needs."""
+        """Register a part, unless it is registered; return the description that a reader needs."""
         with self._lock:
             found = self._offers.get((save, client))
             if found is None or found[0] is not part:

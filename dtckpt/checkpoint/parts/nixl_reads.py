@@ -11,8 +11,8 @@
 Both sides ask for it by ``DTCKPT_DATA_NIXL=1``. NIXL copies runs of bytes and verifies nothing, so only boxes with a
 digest travel by it, in a few runs each. The source's server sends the others, and all of them where NIXL is missing.
 
-NIXL has no tickets, and over UCX no TLS: who reaches its port may read the memory of the process. So it is for networks
-that can be trusted, and a client that asks for TLS does not use it.
+NIXL has no tickets, and over UCX no TLS: any program that reaches its port may read the memory of the process. So use
+it only in networks that you trust. A client that asks for TLS does not use it.
 """
 
 from __future__ import annotations

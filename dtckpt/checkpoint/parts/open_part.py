@@ -157,7 +157,7 @@ class OpenPart:
         return int(view.ctypes.data) - self._start
 
     def view(self, number: int, box: Region) -> np.ndarray[Any, Any]:
-        """Return the elements of a box of a piece, which nobody has verified. Raises: as `verified_elements`."""
+        """Return the unverified elements of a box of a piece. Raises: as `verified_elements`."""
         piece = self.index.piece(number)
         try:
             elements = elements_of(self._data, piece, DTYPES[self.index.tensors[piece.tensor].dtype])

@@ -167,13 +167,13 @@ class PartFiles(CheckpointFiles):
         title: Names the save in messages, as ``step 7 of the local tier``.
         held: The boxes that the output memory holds; default: none is known.
         lost_error: Raised if no host that holds a part answers.
-        validate_held: Called after each read, before what it brought counts; raises if the parts may have been freed
+        validate_held: Called after each read, before its bytes count; raises if the parts may have been freed
             meanwhile. Default: they are not.
 
     Attributes:
         boxes: By client, the boxes of its pieces that were read or held, but for whole pieces; empty without ``held``.
         tags: The layout tags of the tensors.
-        taken: Tensors of which bytes were taken, here or by clients that read them together with this one.
+        taken: Tensors of which this client took bytes, or another client that reads them together with this client.
     """
 
     refused: Mapping[str, DtckptError] = {}
@@ -388,7 +388,7 @@ class PartFiles(CheckpointFiles):
         return near
 
     def _confirm(self, batch: Sequence[_BoxRead]) -> int:
-        """Take boxes that the memory is said to hold; read those that it does not."""
+        """Verify the boxes that the memory should hold, and read the boxes that it does not hold."""
         nbytes = 0
         for read in batch:
             assert self._held is not None  # noqa: S101  else nothing is held

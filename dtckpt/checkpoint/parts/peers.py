@@ -123,8 +123,8 @@ class Peer:
             filled = [(each, delivery.enter_context(each.memory())) for each in boxes]
             nbytes, misfits = self._read(save, client, filled)
             if misfits:
-                # What the memory held, or what the host made changes from, was not the base. The elements do not
-                # depend on it.
+                # The memory, or the array from which the host made the changes, was not the base. Whole boxes need
+                # no base.
                 again = [(replace(each, base=None), buffer) for each, buffer in misfits]
                 nbytes += self._read(save, client, again)[0]
         return nbytes
@@ -249,7 +249,7 @@ class _Answer:
             at += count
 
     def _ended(self) -> DtckptError:
-        # What the host has said it would send came, or it died meanwhile.
+        # Either all announced bytes came, or the host died meanwhile.
         kind = StorageError if self._response.length else CheckpointCorruptError
         return kind(f"host {self._host}: the answer ended before its length")
 

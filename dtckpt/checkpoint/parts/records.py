@@ -123,12 +123,12 @@ class PartPiece:
 
 @dataclass(frozen=True, slots=True)
 class PartBox:
-    """A box of a piece that readers have announced, with a digest of its own.
+    """A box that readers have announced: a part of a piece, with a separate digest.
 
     Args:
         tensor: Index of the tensor in the part.
         region: The box.
-        digest: As that of a piece.
+        digest: Digest of the box's elements, as a piece has one.
     """
 
     tensor: int
@@ -180,7 +180,7 @@ class PartIndex:
         metrics: The metrics that client 0 passed.
         copies: Near copies behind them in the file, if it lies on the host of the client; see
             `dtckpt.checkpoint.tiers.near_copies`.
-        boxes: Boxes of the pieces that have digests of their own; see `dtckpt.checkpoint.parts.announced_boxes`.
+        boxes: Boxes of the pieces that have separate digests; see `dtckpt.checkpoint.parts.announced_boxes`.
     """
 
     save: SaveId

@@ -73,8 +73,8 @@ class PartTransport(Protocol):
       was verified by the source before it left, and a digest protected it on its way.
     * When `read` has returned or raised, nothing writes to a target any more. After a failure, targets have any
       elements.
-    * No call waits for ever. `StorageError`: the source does not answer, or refuses. `CheckpointCorruptError`: what it
-      has is damaged, or is gone. Both name the host.
+    * No call waits for ever. `StorageError`: the source does not answer, or refuses. `CheckpointCorruptError`: the
+      part is damaged or gone. Both name the host.
 
     Attributes:
         kind: Its name.

@@ -51,7 +51,7 @@ class Checkpoint:
     Args:
         path: Its path or URL.
         files: Its files.
-        reopen: Opens the checkpoint that is at its path now; None: no save can replace this one.
+        reopen: Opens the checkpoint that is at its path now; None: no save can replace this checkpoint.
         signed: Its folder, if every read is compared with digests that a trusted key has signed.
     """
 
@@ -192,7 +192,7 @@ class Checkpoint:
 
         Raises:
             TensorNotFoundError: There is no such tensor.
-            TreeError: There is one that cannot be read.
+            TreeError: The tensor is there and cannot be read.
         """
         try:
             return self.tensors[name]
@@ -248,7 +248,7 @@ class Checkpoint:
     def is_held(self, name: str, buffers: RegionBuffers) -> bool:  # noqa: ARG002  for those that know
         """Whether memory has regions of a tensor already; the clients that need the tensor say the same. Local.
 
-        Of most checkpoints nobody knows.
+        Most kinds of checkpoints cannot know and return False.
 
         Args:
             name: The tensor's name.
@@ -336,7 +336,7 @@ class Checkpoint:
         Raises:
             CheckpointConflictError: A save replaced the checkpoint meanwhile.
         """
-        # Here, because its digests are slow to import, and few who open a checkpoint verify it.
+        # Here, because its digests are slow to import, and few programs verify a checkpoint.
         from dtckpt.checkpoint.reading.verify import verify
 
         return verify(self, self.files, threads=threads, progress=progress)

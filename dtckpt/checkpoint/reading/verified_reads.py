@@ -257,7 +257,7 @@ class RegionReader:
         yield from read_small(small, count)
 
     def _runs(self, reads: Sequence[ChunkRead], _: Callable[[int], object]) -> Iterator[ChunkRead | RunRead]:
-        """Yield small chunks on other storage: those that share a file as runs of neighbours, the others alone."""
+        """Yield small chunks on other storage: chunks of one file as runs of neighbours, the others alone."""
         ranges = self._reader.find_small([(read.entry.path, read.part.index) for read in reads])
         shared: list[ChunkRead] = []
         places: list[FileRange] = []

@@ -34,7 +34,7 @@ from dtckpt.format.tree import value_nodes
 from dtckpt.layout.mesh import Mesh
 from dtckpt.storage.commit import commit_target_of
 from dtckpt.storage.commit_by_rename import DirectoryTarget
-from dtckpt.storage.location import Location, is_inside, location_of
+from dtckpt.storage.location import Location, location_of, validate_not_nested
 from dtckpt.storage.zarr_files import validate_kind
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ def reshard(
             does not read, as for `dtckpt.convert`.
         dry_run: Plan and report only.
         progress: See `Progress`.
-        worker: This process, if several write ``dst`` together: all are called with the same arguments but this one,
-            each writes its part, and the last worker commits. The workers need not run at the same time; a worker that
+        worker: This process, if several write ``dst`` together. All get the same arguments but ``worker``. Each
+            writes its part, and the last worker commits. The workers need not run at the same time; a worker that
             died is called again. ``dst`` must be on a file system.
 
     Raises:
@@ -124,7 +124,7 @@ def reshard(
         # `SharedAttempt.check_target`.
         if worker is None:
             place.check_target(overwrite=options.overwrite)
-        _validate_apart(checkpoint.path, place.where)
+        validate_not_nested(checkpoint.path, place.where)
         if not ignore_rest:
             validate_all_read(checkpoint)
         if options.raw_bits is None:
@@ -169,12 +169,6 @@ def _validate_arguments(mesh: Mesh, dtype: torch.dtype | None, max_memory: int, 
     if name is not None and not is_floating(name):
         raise ConfigError(f"dtype for floating-point tensors must be a floating-point type; got {name}")
     return name
-
-
-def _validate_apart(source: Location, target: Location) -> None:
-    """Refuse to put one checkpoint inside the other: replacing the outer one would remove both."""
-    if is_inside(source, target) or is_inside(target, source):
-        raise ConfigError(f"{source} and {target} cannot lie one inside the other; choose another destination")
 
 
 def _save(

@@ -10,8 +10,8 @@ that the unit is read once::
     |aaaaaaaa|                       |a|b|c|d|              |####|
     |bbbbbbbb|                       | | | | |              |####|
 
-A window is a run of chunks in row-major order, which is the order of the writes. So it is whole in all dims behind the
-one in which it ends.
+A window is a run of chunks in row-major order, which is the order of the writes. So it is whole in all dims after the
+dim in which it ends.
 """
 
 from __future__ import annotations

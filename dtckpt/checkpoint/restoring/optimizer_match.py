@@ -118,7 +118,11 @@ class SavedOptimizer:
         return cls(tuple(parameters_of_groups(plain)), by_text, tuple(opened), path)
 
     def renamed(self, names: Mapping[Any, str]) -> SavedOptimizer:
-        """Return the same with other names of the parameters in the tree, by those in the checkpoint."""
+        """Return the optimizer with new names of its parameters.
+
+        Args:
+            names: The new name in the tree, by the parameter's key in the checkpoint.
+        """
         new = [replace(each, names=(names[each.key],)) if each.key in names else each for each in self.parameters]
         return replace(self, parameters=tuple(new))
 
@@ -237,7 +241,7 @@ def match_optimizer(wanted: Sequence[OptimizerParameter], num_groups: int, saved
     members: list[list[Place]] = [[] for _ in range(num_groups)]
     for at, place in sorted(found.items()):
         members[wanted[at].group].append((place[0], saved.parameter(place).group))
-    # The first of those that are equally frequent.
+    # Of equally frequent groups, the first.
     groups = [Counter(each).most_common(1)[0][0] if each else None for each in members]
     if own is not None:
         filled = {each.group for each in wanted}

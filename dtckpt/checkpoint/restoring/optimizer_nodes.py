@@ -173,7 +173,7 @@ def lacking_options(wanted: Collection[str], saved: Collection[str]) -> frozense
 
 @dataclass(frozen=True, slots=True)
 class Regrouping:
-    """How the groups of an optimizer in a target differ from those that were saved, for the state of its scheduler.
+    """How the groups of an optimizer in a target differ from the saved groups, for the state of its scheduler.
 
     Args:
         sources: For each group of the target, the saved group whose options it takes; None if it keeps its options.

@@ -31,7 +31,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class RestoreReport:
-    """The result of a restore on one client. Names are those in the target, after renaming.
+    """The result of a restore on one client. Tensors have their names in the target, after renaming.
 
     Args:
         path: The checkpoint.

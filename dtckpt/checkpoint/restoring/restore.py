@@ -270,7 +270,7 @@ class _RestoreRequest:
         layouts: Layouts | None = None,
         group: Group | None = None,
     ) -> _RestoreRequest:
-        """Return the request for arguments as those of `restore`."""
+        """Return the request for the arguments of `restore`."""
         coordination = current_coordination()
         participants = everyone = participants_of(group, coordination.member)
         failure: Exception | None = None
@@ -365,7 +365,7 @@ class StagedRestore:
     def apply(self) -> Any:
         """Copy the tensors from the memory beside the target's into the target, then set plain values, then objects.
 
-        Tensors of which nothing was read are digested in the target: those that are there already are not copied.
+        If nothing of a tensor was read, the tensor in the target is digested, and not copied if it is the same already.
 
         Plain values and stateful objects change only here: after every client has read its tensors.
 
@@ -457,7 +457,7 @@ def _prepare(
         request: The restore.
         open_: Opens the checkpoint.
         collective: The operation.
-        stack: Closes what the restore needs until its end, beside the checkpoint.
+        stack: Closes the checkpoint, and other resources that the restore needs until its end.
     """
     options, aside = request.options, request.aside
     validate_mode()

@@ -206,7 +206,7 @@ def _is_kept(layout: Layout | None, info: TensorInfo) -> bool:
 
 
 def _saved_specs(info: TensorInfo, meshes: Mapping[Mesh, _Place]) -> _Choices:
-    """Return the saved sharding specs on meshes; of several meshes, on those with the axes of the saved mesh."""
+    """Return the saved sharding specs on the meshes that have the axes of the saved mesh, or on all if none has."""
     if info.layout is None:
         return {}
     axes = info.layout.mesh.dim_names

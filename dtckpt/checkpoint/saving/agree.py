@@ -85,7 +85,7 @@ class Proposal:
             token: The attempt's token, from the leader.
             base: The identity of the save's base, as this client sees it; 0: it sees none.
         """
-        # Everything else in the options must be equal: it decides what the clients write.
+        # All other options must be equal, because they decide what the clients write.
         options = replace(self.options, progress=False)  # one client alone may show its progress
         return Summary.of(path, token, self.digest, self.state.tree, options, unions=tuple(_kept), base=base)
 
@@ -350,7 +350,7 @@ def read_text(root: Folder, name: str, client: int, digest: int) -> bytes:
     """Return a text that a client wrote with `put_text`.
 
     Raises:
-        CheckpointCorruptError: The text is not the one that the client announced.
+        CheckpointCorruptError: The text differs from the digest that the client announced.
         StorageError: Storage refused.
     """
     folder = root / client_folder(client)

@@ -96,7 +96,7 @@ def merge_clients(
             documents = plan_documents(plan, raw_bits=manifest.raw_bits)[1]
             complete = manifest.with_arrays(entries, documents, tuple(origins.names))
         if base is not None:
-            # The manifest is the promise that nothing is missing; what no client wrote is looked for before it.
+            # The manifest promises that no chunk is missing. So check first that the reused chunks are there.
             wait_for_merge()
             chunks = ((item, item.grid.index(number)) for item, number in _chunks_at(plan, lists.reused))
             validate_reused(manifest.kvstore, root, base.folder, chunks)

@@ -156,7 +156,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """The plan of a save: who writes which chunk. A plan may be kept for later saves, so nothing in it may be changed.
+    """The plan of a save: which client writes which chunk. Later saves may use it again, so it must not be changed.
 
     The chunks of all tensors, one tensor after the other, are numbered through; `chunks_of` returns such numbers.
 
@@ -180,7 +180,7 @@ class SavePlan:
         return np.cumsum([0, *(tensor.grid.num_chunks for tensor in self.tensors)], dtype=np.int64)
 
     def chunks_of(self, client: int) -> npt.NDArray[np.int64]:
-        """Return the numbers, among all chunks of the plan, of those that a client writes; ascending."""
+        """Return the chunks that a client writes, by their numbers among all chunks of the plan; ascending."""
         return np.flatnonzero(self.owners == client)
 
     def tensors_at(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -447,7 +447,7 @@ def _draft(spec: TensorSpec, max_chunk_nbytes: int, assembler: int | None) -> _T
 
 
 def _draft_on_grid(spec: TensorSpec, grid: ChunkGrid, assembler: int | None) -> _TensorDraft:
-    """Plan who writes the chunks of a grid."""
+    """Plan which clients write the chunks of a grid."""
     itemsize = validate_dtype(spec.stored_dtype).itemsize
     owners = np.full(grid.num_chunks, NO_CLIENT, np.int32)
     by_index = owners.reshape(grid.counts)

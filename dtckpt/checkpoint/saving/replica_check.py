@@ -86,7 +86,7 @@ def copy_digests(
     Args:
         plan: The plan of the save.
         client: This client.
-        copies_of: Returns all of its copies of one of its boxes; the first is the one that it writes.
+        copies_of: Returns all of the client's copies of a box; the client writes the first copy.
         written: Digests of the chunks that it wrote, by index of the tensor.
 
     Raises:

@@ -106,7 +106,7 @@ def save(
             committed then, and the next save finds them level.
         ComponentError: Clients disagree on a tensor's shape, dtype or layout.
         ReplicaMismatchError: Copies of one value differ; see `SaveOptions.check_replicas`, `Shards` and `PerClient`.
-        MeshError: ``group`` lacks this client, or names one that the job does not have.
+        MeshError: ``group`` lacks this client, or names a client that the job does not have.
         ConfigError: ``step`` is negative or not an integer.
         ClientLostError: A client died.
         BarrierTimeoutError: A client did not arrive in time.
@@ -269,7 +269,7 @@ class SaveAttempt:
         return proposal, proposal.summary(str(target.where), token, base).to_bytes()
 
     def _open_base(self, path: str | Location, led: CommitAttempt | None) -> Base | None:
-        """Open the base; on the leader, also take what the merge needs of it. None if it cannot be a base."""
+        """Open the base; on the leader, also note its facts for the merge. None if it cannot be a base."""
         try:
             base = open_base(location_of(path), self._options.kvstore)
             if led is not None:

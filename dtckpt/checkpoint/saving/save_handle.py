@@ -160,7 +160,7 @@ class SaveHandle:
             # The traceback begins in this thread and does not show the call that began the save.
             error.add_note(f"This is what the save of {self.path} failed with, in the background.")
             self._failure, self._has_unseen_failure = error, True
-        # Last: who sees that the save has ended sees its report or its error, too.
+        # Last: a thread that sees the end of the save must see its report or its error, too.
         self._ended.set()
 
     def launch(self, work: Callable[[], SaveReport], locks: ExitStack, then: Callable[[SaveHandle], object]) -> None:
@@ -179,8 +179,7 @@ class SaveHandle:
                 self._run(work)
                 del work  # and with it the staged state, before the next save may stage its own
             try:
-                # Without the locks: other saves need not wait for work after this one, such as the removal of old
-                # checkpoints.
+                # Without the locks: other saves need not wait for later work, such as the removal of old checkpoints.
                 then(self)
             finally:
                 _under_way.discard(self)
@@ -199,27 +198,27 @@ class SaveHandle:
             raise
 
 
-# Not an RLock: another thread releases it than the one that took it.
+# Not an RLock: the thread that releases it is not the thread that took it.
 _turn = threading.Lock()
 """Held while a save is in flight, from its call to its end in the background."""
 _latest: SaveHandle | None = None
 """The save that was launched last, in flight or ended."""
 _under_way: set[SaveHandle] = set()
-"""The saves in flight, and those that something still follows: a write to the root goes on beside saves of the tier."""
+"""Saves in flight, and ended saves whose later work still runs, such as a write of the tier to the root."""
 
 
 def take_turn(timeout_s: float) -> threading.Lock:
     """Wait until no save is in flight, and keep others from starting one until the lock is released.
 
     Raises:
-        CoordinationError: The one in flight did not end in time.
-        ForkedProcessError: This process was forked from one that uses checkpoints.
+        CoordinationError: The save in flight did not end in time.
+        ForkedProcessError: The parent of this forked process uses checkpoints.
     """
     fork_guard.claim_process()
     if not _turn.acquire(timeout=timeout_s):
         where = "" if _latest is None else f" of {_latest.path}"
         raise CoordinationError(
-            f"this save cannot begin: the one in flight{where} did not end in {timeout_s:g} s; wait for its result()"
+            f"this save cannot begin: the save in flight{where} did not end in {timeout_s:g} s; wait for its result()"
         )
     return _turn
 

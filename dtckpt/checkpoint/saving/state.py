@@ -246,7 +246,7 @@ class ObjectStates:
     random number generators, as the ``state_dict()`` of another object may draw a number.
 
     Args:
-        client: The client's place among those that save.
+        client: The client's place among the clients that save.
         kept_by: As for `state_of_tree`.
 
     Attributes:

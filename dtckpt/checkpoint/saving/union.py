@@ -245,7 +245,7 @@ def _united_holdings(name: str, claims: Sequence[Claim]) -> tuple[Holding, ...]:
     holders: dict[Region, set[int]] = {}
     for clients, spec in claims:
         for holding in spec.holdings:
-            # The layout names all holders on its mesh; only those that pass the tensor can write the box.
+            # The layout names all holders on its mesh; only clients that pass the tensor can write the box.
             holders.setdefault(holding.region, set()).update(set(clients).intersection(holding.clients))
     united = tuple(Holding(box, tuple(sorted(clients))) for box, clients in holders.items() if clients)
     layouts = {frozenset(holding.region for holding in spec.holdings) for _, spec in claims}

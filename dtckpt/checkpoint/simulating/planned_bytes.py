@@ -57,7 +57,7 @@ def saved_bytes(plan: SavePlan, num_clients: int) -> SavedBytes:
     written, given, taken = (np.zeros(num_clients, np.int64) for _ in range(3))
     for client, nbytes in plan.loads.items():
         written[client] = nbytes
-    # Tensors that are alike share the pieces of their split chunks, and who writes these.
+    # Equal tensors share the pieces of their split chunks, and the clients that write these.
     split = {id(tensor.pieces): tensor for tensor in plan.tensors if tensor.pieces}
     for key, count in Counter(id(tensor.pieces) for tensor in plan.tensors if tensor.pieces).items():
         tensor = split[key]
@@ -116,7 +116,7 @@ def stored_infos(plan: SavePlan) -> dict[str, TensorInfo]:
     kinds: dict[tuple[object, ...], ArrayKind] = {}
     for tensor in plan.tensors:
         key = _kind(tensor), tensor.grid
-        # Who wrote a chunk differs between tensors that are alike; no reader asks.
+        # Equal tensors may have other writers of their chunks; no reader asks for the writer.
         kind = kinds.get(key) or kinds.setdefault(
             key, ArrayKind(tensor.dtype, tensor.stored_dtype, tensor.grid, tensor.owners, tensor.layout)
         )

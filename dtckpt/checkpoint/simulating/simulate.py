@@ -366,7 +366,7 @@ class _SimulatedJob:
         return LinkLoad("network", self.total(moved.received, clients), most, most / self.machine.network)
 
     def total(self, by_client: Bytes, clients: Sequence[int]) -> int:
-        """Return the bytes of all clients, if the others are like those that are known."""
+        """Return the bytes of all clients, if the other clients are like ``clients``."""
         return round(int(by_client.sum()) * self.num_clients / len(clients))
 
     @property

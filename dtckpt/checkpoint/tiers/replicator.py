@@ -233,7 +233,7 @@ def log_protection(copy_hosts: CopyHosts, wanted: int) -> None:
 
 
 class ExpectedCopies:
-    """The copies of one save that other hosts send to this one; a client that leaves waits for them.
+    """The copies of one save that other hosts send to this host; a client that leaves waits for them.
 
     Args:
         folder: The parts of this host.

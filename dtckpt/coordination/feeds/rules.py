@@ -13,7 +13,7 @@ Invariants; ``tests/coordination/feed_simulation.py`` checks them after every ev
 * A lease is granted only on a version of which all parts were put. The last part makes the version readable in the
   same event.
 * Parts of a version never change their digests.
-* Numbers of new versions of a feed only grow. A publisher is given numbers above those that its readers have had.
+* Numbers of new versions of a feed only grow.
 * No part is withdrawn under a live lease. A registry that was restarted does not know the leases that its earlier life
   has granted. So it lets no part of an older version go until a lease period has passed: by then each reader has
   renewed its lease here, or has lost it.
@@ -91,8 +91,6 @@ MAX_VERSIONS = 64
 """Of one feed that have not ended."""
 MAX_SKIPPED = 1000
 """How many numbers a publisher may leave out: numbers must not run ahead of the clock that they begin with."""
-MAX_SEEN = 366 * 86_400_000
-"""How far numbers that readers have had may be ahead: about a year of the clock's milliseconds."""
 MAX_LEASES = 16_384
 """Of one feed."""
 MAX_LEASES_OF_READER = 4
@@ -190,14 +188,14 @@ class FeedRules(Transitions):
             feed.publishers.add(who)
             feed.members[who.job] += 1
         feed.keep, feed.next = event.keep, max(feed.next, event.last_number + 1)
-        return FeedOpened(feed.free, feed.secret, self.lease_s)
+        return FeedOpened(feed.next, feed.secret, self.lease_s)
 
     def _begin(self, event: OpenFeed, former: Feed | None) -> Feed:
         """Make a job the owner of a feed that has no owner, or whose owner is gone."""
         owner, first = event.who.job, max(event.floor, event.last_number + 1)
         if former is not None:
             self._refuse_rival(former, event)
-            first = max(first, former.free)
+            first = max(first, former.next)
         if sum(feed.owner == owner for feed in self.feeds.values()) >= MAX_FEEDS:
             raise FeedLimitError(f"job {owner!r} has {MAX_FEEDS} feeds; a job has at most so many")
         self._count(owner, FEED_NBYTES, f"feed {event.feed!r}")
@@ -278,9 +276,9 @@ class FeedRules(Transitions):
 
     def _refuse_used(self, feed: Feed, number: int) -> None:
         """Refuse a new version whose number was used, or before which another version is not finished."""
-        if number > feed.free + MAX_SKIPPED:
+        if number > feed.next + MAX_SKIPPED:
             raise errors.FeedConflictError(
-                f"version of feed {feed.name!r} has number {number}; expected {feed.free}, or at most {MAX_SKIPPED} "
+                f"version of feed {feed.name!r} has number {number}; expected {feed.next}, or at most {MAX_SKIPPED} "
                 "more"
             )
         if number < feed.next or number in feed.ended:
@@ -410,9 +408,6 @@ class FeedRules(Transitions):
         if feed is None:
             return NotYet(f"no job publishes feed {event.feed!r}")
         _refuse_stranger(feed, event)
-        if feed.free <= event.want.newer_than <= feed.next + MAX_SEEN:
-            # The clock that numbers begin with went back: else this reader would take no version for a long time.
-            feed.seen = event.want.newer_than
         lease = self.leases.get((feed.name, event.lease))
         if lease is None:
             version = self._choose(feed, event.want, now, is_again=event.is_again)

@@ -205,7 +205,6 @@ class Feed:
         principal: Whose job the owner is, by its token.
         first: Numbers below it belong to an earlier life of the registry.
         next: Lowest number that no version has had.
-        seen: Highest number that a reader has had; it may be from an earlier life of the registry.
         highest_step: Of all versions; -1: there was none.
         publishers: The clients of the owner that have opened the feed and are alive.
         members: How many records (of any kind) of the feed each job has.
@@ -221,7 +220,6 @@ class Feed:
     keep: int
     first: int
     next: int
-    seen: int = 0
     highest_step: int = -1
     publishers: set[Identity] = field(default_factory=set)
     versions: dict[int, Version] = field(default_factory=dict)
@@ -229,11 +227,6 @@ class Feed:
     members: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     latest: dict[str, LastUse] = field(default_factory=dict)
-
-    @property
-    def free(self) -> int:
-        """The lowest number that readers would take for a new version."""
-        return max(self.next, self.seen + 1)
 
     @property
     def newest(self) -> Version | None:

@@ -125,7 +125,7 @@ def _sequence_dims(
         if not -one.ndim <= dim < one.ndim:
             raise LayoutError(f"context_parallel: got dim {dim} for a buffer of shape {tuple(one.shape)}")
         if one.requires_grad and not may_require_grad:
-            raise LayoutError("context_parallel: got a buffer that requires grad, expected one that does not")
+            raise LayoutError("context_parallel: got a buffer that requires grad, expected a buffer without grad")
     return [dim % one.ndim for one, dim in zip(tensors, dims, strict=True)]
 
 

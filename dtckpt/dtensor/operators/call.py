@@ -246,7 +246,7 @@ class Call:
 
     @cached_property
     def tensors(self) -> list[DTensor]:
-        """The tensors among the arguments, those in lists too, in the order in which they were passed."""
+        """The tensors among the arguments, also from lists, in the order in which they were passed."""
         return list(tensors_in((*self.args, *self.kwargs.values())))
 
     @cached_property
@@ -324,7 +324,7 @@ def run_on_meta(func: Operator, args: Sequence[Any], kwargs: Mapping[str, Any], 
     results = correct_strides(func, func(*meta_args, **meta_kwargs), meta_args)
     if any(tensor.numel() for tensor in (*tensors, *tensors_in([results]))):
         return results
-    # Without elements the operator itself costs nothing, and its strides are right, unlike those of some meta kernels.
+    # Without elements the operator itself costs nothing. Its strides are right; some meta kernels' strides are not.
     plain_args, plain_kwargs = _with_empty_tensors(args, kwargs, tensors, torch.device("cpu"))
     return func(*plain_args, **{**plain_kwargs, **{name: torch.device("cpu") for name in kwargs if name == "device"}})
 
@@ -370,7 +370,7 @@ def _with_empty_tensors(
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield the tensors of arguments, those in lists too."""
+    """Yield the tensors among arguments, also from lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -389,7 +389,7 @@ def raise_versions(func: Operator, written: Iterable[torch.Tensor]) -> None:
 
 
 def numbers_in(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield the numbers among arguments, those in lists too."""
+    """Yield the numbers among arguments, also from lists."""
     for value in values:
         if isinstance(value, int | float | complex):
             yield value

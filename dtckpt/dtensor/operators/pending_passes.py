@@ -42,7 +42,7 @@ def exact_rule(
         rule: The rule.
         call: The call.
         tensors: The rule's operands; by default the call's tensors.
-        dtypes: Dtypes of the rule's results; by default those that the operator gives on meta tensors.
+        dtypes: Dtypes of the rule's results; default: the dtypes that the operator gives on meta tensors.
     """
     # A term that is added once is zero elsewhere. Zero times infinity is NaN, and so is a sum of unlike infinities.
     if rule.counted_once and not call.keeps_zeros:

@@ -291,7 +291,7 @@ class RulePlan(Plan):
 
 
 def strides_of_results(call: Call, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the strides of a call's results: those that the operator gives on the global tensors.
+    """Return the strides that an operator gives its results on the global tensors.
 
     Components need not show these strides, and components of different clients may show different ones.
     """

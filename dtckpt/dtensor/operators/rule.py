@@ -37,8 +37,8 @@ While all operands of a group are pending, the operator runs on the terms, and t
 operand that is not pending becomes pending first; for a replicated tensor this needs no communication. The sum of two
 tensors has ``{"sum": ((0, 1),)}``: both or none. Their product has ``{"sum": ((0,), (1,))}``: one of them.
 
-These groups hold for numbers that are never rounded. `dtckpt.dtensor.operators.pending_passes` leaves out those that
-the dtypes of a call do not allow.
+These groups hold for numbers that are never rounded. `dtckpt.dtensor.operators.pending_passes` leaves out the groups
+that the dtypes of a call do not allow.
 """
 
 BILINEAR: Passes = {"sum": ((0,), (1,)), "avg": ((0,), (1,))}

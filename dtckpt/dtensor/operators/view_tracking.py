@@ -420,7 +420,7 @@ def intersect(indices: range, offset: int, count: int) -> tuple[slice, slice]:
 
 
 def _write_indices(tensor: DTensor, view: View) -> None:
-    """Write a view of some indices along a dim: each device writes those that its component of the source has.
+    """Write a view of some indices along a dim: each device writes the indices in its component of the source.
 
     The view is moved to the source's layout, but whole along that dim; so no device needs more of the source.
     """

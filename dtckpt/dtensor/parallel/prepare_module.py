@@ -16,7 +16,7 @@ from dtckpt.layout.placement import Placement, placement_of
 
 _Entries = tuple[Placement | None, ...]
 Layouts = Placement | _Entries | None
-"""Placements of several values, or of the only one; None for a value that is not converted."""
+"""Placements of the only value, or of each value; None for a value that is not converted."""
 
 
 class PrepareModuleInput(ParallelStyle):
@@ -232,8 +232,8 @@ def _convert_all(values: tuple[Any, ...], conversions: Sequence[_Passage], mesh:
     """
     if len(values) != len(conversions):
         raise ParallelPlanError(
-            f"{what}s: got {len(values)}, expected {len(conversions)}, one for each layout; None is the layout of one "
-            "that stays as it is"
+            f"{what}s: got {len(values)}, expected {len(conversions)}, one for each layout; use None as the layout "
+            "of a value that stays as it is"
         )
     return tuple(
         convert(value, mesh, f"{what} {number}")

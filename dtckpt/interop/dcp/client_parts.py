@@ -90,7 +90,7 @@ _CURE = "give values that differ by rank distinct keys, for example the global n
 def validate_copies(
     copies: Mapping[int, RankCopies], names: Mapping[str, str], texts: Mapping[str, str], rules: ReplicaRules
 ) -> None:
-    """Check that the ranks' copies are equal; log the names of those that differ and may.
+    """Check that the ranks' copies are equal; log the names of tensors that differ and may.
 
     Args:
         copies: The copies, by rank.

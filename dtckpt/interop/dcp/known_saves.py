@@ -22,7 +22,7 @@ _known: deque[str] = deque(maxlen=_KEPT)
 
 
 def known_saves() -> tuple[str, ...]:
-    """Return the tokens, or parts of them, that another process must note if it saves for this one."""
+    """Return the tokens, or parts of them, that a process must note if it saves for this process."""
     return *_known, f"-{incarnation():x}-"
 
 

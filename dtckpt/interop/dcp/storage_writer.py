@@ -173,8 +173,8 @@ class DtckptStorageWriter(StorageWriter):
         Raises:
             CheckpointError: There is no path.
             CheckpointExistsError: Without collectives: there is a checkpoint of all ranks at the path.
-            ConfigError: The path is in the memory of a process that saves for the one that made the writer.
-            ForkedProcessError: This process was forked from one that uses checkpoints.
+            ConfigError: Another process saves for the process that made the writer, and the path is in its memory.
+            ForkedProcessError: The parent of this forked process uses checkpoints.
         """
         fork_guard.claim_process()
         forget_announcement()

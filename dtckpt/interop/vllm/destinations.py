@@ -1,9 +1,9 @@
 """`plan_destinations`: where each tensor of a version goes in an engine's model, learnt from the engine's own loaders.
 
 The loaders know how a model fuses and cuts weights: q, k and v into one, gate and up into one, each rank its rows. They
-run once per name on tensors without elements. What they would copy becomes the plan: boxes of the version, each with
-the live memory that takes it. So a rank reads its boxes only. Names whose loaders do anything else are read whole, and
-loaded as the engine loads checkpoints.
+run once per name on tensors without elements. The copies that they would make become the plan: boxes of the version,
+each with the live memory that takes it. So a rank reads its boxes only. Names whose loaders do anything else are read
+whole, and loaded as the engine loads checkpoints.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def plan_destinations(model: Any, weights: Iterable[Weight]) -> DestinationPlan:
 
 
 def _record(model: Any, weights: list[Weight]) -> Iterator[tuple[Weight, Recording]]:
-    """Yield what the loaders do with each tensor: with all in one run, or, if one of them fails, with each alone."""
+    """Yield the recorded copies of each tensor, from one run of the loaders, or if it fails from a run per tensor."""
     every = [RecordedTensor.of(weight.shape, weight.dtype) for weight in weights]
     if not _run(model, [(weight.name, each) for weight, each in zip(weights, every, strict=True)]):
         yield from ((weight, each.recording) for weight, each in zip(weights, every, strict=True))
@@ -168,7 +168,7 @@ def _run(model: Any, recorded: list[tuple[str, RecordedTensor]]) -> str:
 def _of_one_module(name: str, modules: set[str], boxes: Iterable[Destination]) -> Iterator[str]:
     """Yield the names of tensors that go into the module of a tensor that is read whole.
 
-    If its loader did not come to a copy, this is any module beside that of the name: q.scale may belong to a fused qkv.
+    If its loader made no copy, any module beside the named module counts: q.scale may belong to a fused qkv.
     """
     above = name.split(".")[:-1]
     beside = ".".join(above[:-1] or above) + "."

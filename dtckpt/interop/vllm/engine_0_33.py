@@ -82,7 +82,7 @@ class DtckptWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]  #
     """Takes live versions into the model of one inference worker.
 
     Attributes:
-        receiver: What it reads by, from `init_transfer_engine` on.
+        receiver: Reads the versions; `init_transfer_engine` sets it.
     """
 
     init_info_cls = DtckptInitInfo
@@ -159,7 +159,7 @@ class TensorSource(WeightSource):  # type: ignore[misc]  # as above
     """The trainer's tensors as they are: nothing is gathered.
 
     Args:
-        tensors: A module, or tensors of any kind by name. Names are those that the engine's loaders know.
+        tensors: A module, or tensors of any kind by name. The engine's loaders must know the names.
     """
 
     def __init__(self, tensors: nn.Module | Mapping[str, torch.Tensor]) -> None:
@@ -227,7 +227,7 @@ class DtckptTrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]  #
         version is readable: it is a copy, so training may go on.
 
         Args:
-            step: The step of the training; default: one more than that of the last call.
+            step: The step of the training; default: the last call's step plus one.
         """
         step = self._next_step if step is None else step
         self._next_step = step + 1

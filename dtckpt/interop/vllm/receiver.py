@@ -73,8 +73,8 @@ class _Planned:
     Args:
         weights: The tensors.
         recorded: The plan as the loaders showed it.
-        plan: What is left of it after the comparison.
-        is_compared: Whether there was one.
+        plan: The rest of it after the comparison.
+        is_compared: Whether there was a comparison.
     """
 
     weights: tuple[Weight, ...]
@@ -89,7 +89,7 @@ class WeightReceiver:
     Args:
         feed: Name of the feed.
         coordination: The connection of this rank, which stays the caller's.
-        prefix: What is cut off names: only tensors of the version whose names begin so are taken.
+        prefix: Prefix that is cut off names; tensors of the version without it are not taken.
         reload: Wraps the engine's loads of whole tensors. Default: nothing.
         direct: Whether boxes go into live memory; else all is loaded whole.
         timeout_s: Longest wait for a version.
@@ -129,7 +129,7 @@ class WeightReceiver:
             CheckpointNotFoundError: There is no such version in time.
             CheckpointError: No name begins with the prefix.
             SourceLostError: The publisher's clients that have it are lost.
-            CheckpointCorruptError: A byte is not the one that was published.
+            CheckpointCorruptError: A byte differs from the published byte.
         """
         start, self._received = time.monotonic(), None
         location = location_of_version(self.feed, step)

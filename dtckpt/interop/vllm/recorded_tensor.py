@@ -7,8 +7,8 @@
     parameter.data.narrow(0, 0, 64)      a view of the live parameter
         .copy_(that view)                box (64..128, all) -> this memory; nothing is copied
 
-A recorded tensor has a shape, strides and an offset, but no elements. What is no view is noted, too,
-so that its target is known. What needs elements raises.
+A recorded tensor has a shape, strides and an offset, but no elements. A copy of a tensor that is no view is noted, too,
+so that its target is known. Functions that need elements raise.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RecordedCopy:
     """A copy that a loader would have made.
 
     Args:
-        source: What is copied, without elements.
+        source: The copied tensor, without elements.
         target: The memory that it goes to.
     """
 
@@ -61,7 +61,7 @@ class Recording:
     """The copies that a loader makes of a tensor of a checkpoint.
 
     Args:
-        copies: The copies of it, and of what is made of it.
+        copies: The copies of it, and of tensors that are made of it.
         reason: Why these are no copies of its views; empty: they are.
     """
 
@@ -73,7 +73,7 @@ class RecordedTensor(torch.Tensor):
     """A tensor of a checkpoint, or a tensor that was made of it, without elements.
 
     Attributes:
-        recording: Shared by all that is made of a tensor.
+        recording: The recording, which all tensors that are made of a tensor share.
     """
 
     recording: Recording

@@ -113,7 +113,7 @@ class ForeachPlan(Plan):
             try:
                 outputs.append(self.func(*local_args, **local_kwargs))
             except RuntimeError as failure:
-                # In place, it has written to the tensors before the one that fails: so must all devices.
+                # In place, it has written to the tensors before the failing tensor, so all devices must do that.
                 if not self._is_in_place:
                     raise
                 error = failure

@@ -29,7 +29,7 @@ def _register(names: str, *item_ndims: int) -> None:
         return batched(call, item_ndims)
 
 
-# Not those that raise for some values, as eigh, eig and svd do: all clients are to raise, so all work on all matrices.
+# Without operators that raise for some values (eigh, eig, svd): every client must raise, so each works on all matrices.
 _register(
     "_linalg_det _linalg_slogdet geqrf linalg_cholesky_ex linalg_inv_ex linalg_ldl_factor_ex linalg_lu "
     "linalg_lu_factor_ex linalg_matrix_exp linalg_qr",

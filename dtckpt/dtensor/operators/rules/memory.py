@@ -109,7 +109,7 @@ def _split(operator: Operator, keys: Any, tensor: torch.Tensor, *args: Any, **kw
 
 
 def _write_of(func: Operator) -> Callable[..., Any]:
-    """Return the composite of an operator that writes to its first argument; it declines one that is not expanded."""
+    """Return the composite of an operator that writes to its first argument; it declines unless this is expanded."""
 
     def write(tensor: DTensor, *args: Any, **kwargs: Any) -> Any:
         memory = view_tracking.without_repeats(tensor)

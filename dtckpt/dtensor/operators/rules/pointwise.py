@@ -1,8 +1,8 @@
 """Pointwise operators, copies and new tensors: ``add``, ``mul``, ``maximum``, ``clone``, ``to``, ``zeros_like``.
 
-All dims may be split. Here stand only the operators through which pending reductions pass, and those that PyTorch does
-not tag. Every other operator with PyTorch's tag ``pointwise`` gets its rule from `registry.builder_of`; no reduction
-passes it.
+All dims may be split. This module has only operators through which pending reductions pass, and operators that PyTorch
+does not tag. Every other operator with PyTorch's tag ``pointwise`` gets its rule from `registry.builder_of`; no
+reduction passes it.
 """
 
 from __future__ import annotations

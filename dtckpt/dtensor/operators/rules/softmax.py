@@ -39,7 +39,7 @@ def _logsumexp_rule(call: Call) -> Rule | None:
 
 
 def _is_along_split(tensor: DTensor, dim: int) -> bool:
-    """Whether the dim is one that an axis splits."""
+    """Whether an axis splits the dim."""
     return -tensor.ndim <= dim < tensor.ndim and is_split(tensor, [dim % tensor.ndim]) and bool(tensor.numel())
 
 
