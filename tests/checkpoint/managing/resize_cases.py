@@ -181,6 +181,21 @@ def into_itself(root: Path) -> Any:
     return [tensor.tolist() for tensor in module.state_dict().values()], schedule.get_last_lr(), tree["step"]
 
 
+def into_each_other(root: Path) -> Any:
+    """Each tensor of the target lies in the memory of another tensor of the old state."""
+    process = Process()
+    process.join([0, 1])
+    tree = {"a": torch.arange(600_000.0), "b": torch.arange(600_000.0).neg()}
+    manager = CheckpointManager(root, options=SAVES)
+    manager.save(1, {"step": 1})
+    manager.wait()
+    process.join([1, 0])
+    target = {"a": tree["b"], "b": tree["a"]}
+    resized = manager.resize(tree, step=1, target=target, options=OPTIONS)
+    assert resized.reason == ""
+    return [target[name].sum().item() for name in ("a", "b")]
+
+
 def sharded_by_torch(root: Path) -> Any:
     """A module under FSDP2 with its optimizer: the old process group is gone when it is described."""
     from torch.distributed.device_mesh import init_device_mesh

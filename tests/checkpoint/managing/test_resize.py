@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from support.client_processes import Answer
 
 from dtckpt import CheckpointManager
@@ -54,6 +55,12 @@ def test_a_module_goes_on_in_place(pool, tmp_path):
     reference, *found = told(pool.run(cases.into_itself, tmp_path, clients=3))
     assert found == [reference] * 2
     assert CheckpointManager(tmp_path).all_steps() == [3, 5]
+
+
+def test_a_target_in_the_memory_of_the_old_state(pool, tmp_path):
+    """Nothing is overwritten before all have read it."""
+    total = torch.arange(600_000.0).sum().item()
+    assert told(pool.run(cases.into_each_other, tmp_path, clients=2)) == [[total, -total]] * 2
 
 
 def test_tensors_of_torch_whose_process_group_is_gone(pool, tmp_path):
