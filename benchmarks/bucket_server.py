@@ -22,7 +22,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from io import BufferedReader
+from io import BufferedIOBase
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
@@ -251,7 +251,7 @@ class _Connection(socketserver.StreamRequestHandler):
             self.connection.sendall(answer.body)
 
 
-def _read(file: BufferedReader, nbytes: int) -> bytearray:
+def _read(file: BufferedIOBase, nbytes: int) -> bytearray:
     data = bytearray(nbytes)
     view = memoryview(data)
     while view.nbytes:
@@ -262,7 +262,7 @@ def _read(file: BufferedReader, nbytes: int) -> bytearray:
     return data
 
 
-def _chunks(file: BufferedReader) -> Iterator[bytearray]:
+def _chunks(file: BufferedIOBase) -> Iterator[bytearray]:
     """Yield the chunks of a body in AWS's encoding, and pass over the checksums behind them."""
     while size := int(file.readline().partition(b";")[0], 16):
         yield _read(file, size)

@@ -16,10 +16,10 @@ from rich.table import Table
 
 import dtckpt
 from benchmarks.results import show
-from dtckpt import Layout, Partial, Replicate, Shard
+from dtckpt import Layout, Partial, Placement, Replicate, Shard
 
 DEVICES = 8
-CHANGES = {
+CHANGES: dict[str, tuple[list[Placement], list[Placement]]] = {
     "S0 -> S1": ([Shard(0)], [Shard(1)]),
     "S1 -> S0": ([Shard(1)], [Shard(0)]),
     "S0 -> R": ([Shard(0)], [Replicate()]),

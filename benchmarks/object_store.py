@@ -123,7 +123,7 @@ class Plain:
         self._ask("GET", url, state)
 
     def _ask(self, method: str, url: str, state: State) -> None:
-        memory = [memoryview(part.view(-1).numpy()).cast("B") for part in state.parts.values()]
+        memory = [part.view(-1).view(torch.uint8).numpy().data for part in state.parts.values()]
         if memory[0].nbytes < PLAIN_NBYTES:
             memory = [memoryview(bytearray(sum(part.nbytes for part in memory)))]
         pieces = [part[at : at + PLAIN_NBYTES] for part in memory for at in range(0, part.nbytes, PLAIN_NBYTES)]

@@ -191,8 +191,14 @@ def backup(state: FineTuning, folder: Path, tool: str) -> tuple[str, ...]:
     source.mkdir(parents=True)
     environment = {**os.environ, "RESTIC_PASSWORD": "x", "BORG_UNKNOWN_UNENCRYPTED_REPO_ACCESS_IS_OK": "yes"}
     commands = {
-        "restic": (["restic", "init", "-r", repository], ["restic", "backup", "-q", "-r", repository, source]),
-        "borg": (["borg", "init", "-e", "none", repository], ["borg", "create", f"{repository}::{{now:%f}}", source]),
+        "restic": (
+            ["restic", "init", "-r", str(repository)],
+            ["restic", "backup", "-q", "-r", str(repository), str(source)],
+        ),
+        "borg": (
+            ["borg", "init", "-e", "none", str(repository)],
+            ["borg", "create", f"{repository}::{{now:%f}}", str(source)],
+        ),
     }
     begin, create = commands[tool]
     subprocess.run(begin, env=environment, check=True, capture_output=True)

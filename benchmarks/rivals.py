@@ -212,7 +212,7 @@ def _etcd_messages() -> dict[str, Any]:
             if isinstance(kind, str):
                 added.type, added.type_name = _Field.TYPE_MESSAGE, f".etcdserverpb.{kind}"
             else:
-                added.type = kind  # type: ignore[assignment]  the stubs know it as an enumeration
+                added.type = kind  # an enumeration in the stubs
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     found = (pool.FindMessageTypeByName(f"etcdserverpb.{name}") for name in ETCD_MESSAGES)

@@ -273,7 +273,7 @@ def write_plain(folder: Path, parts: Mapping[str, torch.Tensor], *, fsync: bool)
 def read_plain(folder: Path, parts: Mapping[str, torch.Tensor]) -> None:
     with open(_plain(folder), "rb", buffering=0) as file:
         for part in parts.values():
-            file.readinto(part.view(-1).numpy())
+            file.readinto(part.view(-1).view(torch.uint8).numpy().data)
 
 
 def save_safetensors(folder: Path, parts: Mapping[str, torch.Tensor], *, fsync: bool) -> None:

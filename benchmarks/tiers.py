@@ -73,22 +73,30 @@ def main() -> None:
         for target, source in zip(ready, local, strict=True):
             target.copy_(source)
 
+    def change() -> None:
+        # As AdamW does: else a partner would get none of what has not changed.
+        for part in local:
+            part.add_(1)
+
     def train(save: Callable[[int], object], first: int) -> None:
         for step in range(first, first + STEPS):
             for _ in range(20):
                 matrix @ matrix
             dist.barrier()  # as a step of data parallel training
             if step % EVERY == 0:
+                change()
                 save(step)
 
     results: dict[str, list[float]] = {name: [] for name in ("copy", "block", "alone", "saving")}
     with dtckpt.CheckpointManager(root, local=tier, save_interval_steps=10**9, options=options) as manager:
         for step in range(1, 4):
+            change()
             manager.save(step, state)
             manager.wait()
         for number in range(arguments.rounds):
             results["copy"].append(timed(copy))
             handles: list[Any] = []
+            change()
             results["block"].append(timed(lambda: handles.append(manager.save(10 + number, state))))  # noqa: B023
             manager.wait()
             results["alone"].append(timed(lambda: train(lambda _: None, 0)))
@@ -116,7 +124,7 @@ def restores(
     if rank == 0:
         shutil.rmtree(root)
         root.mkdir()
-    target = {name: tensor.clone() for name, tensor in state.items()}
+    target: dict[str, Any] = {name: tensor.clone() for name, tensor in state.items()}
     peers: list[float] = []
     files: list[float] = []
     received = 0

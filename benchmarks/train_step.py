@@ -48,7 +48,7 @@ so a line of devices has the heads first; on a grid both are split, and PyTorch'
 class Block(nn.Module):
     """Attention and a two-layer network, each beside a residual connection."""
 
-    def __init__(self, order: tuple[int, ...], width: int = WIDTH) -> None:
+    def __init__(self, width: int = WIDTH, order: tuple[int, ...] = HEADS_FIRST) -> None:
         super().__init__()
         self.order, self.order_back = order, [order.index(dim) for dim in range(len(order))]
         self.size_per_head = width // HEADS
@@ -73,7 +73,7 @@ class GPT(nn.Module):
 
     def __init__(self, order: tuple[int, ...] = HEADS_FIRST) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(order) for _ in range(LAYERS)))
+        self.blocks = nn.Sequential(*(Block(order=order) for _ in range(LAYERS)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dtckpt.checkpoint.managing.interval import AutoInterval, optimal_interval
     from dtckpt.checkpoint.managing.manager import CheckpointManager
     from dtckpt.checkpoint.managing.mirror import Mirror
+    from dtckpt.checkpoint.managing.resize import ResizedState
     from dtckpt.checkpoint.managing.restore_newest import RestoredStep
     from dtckpt.checkpoint.managing.retention import Retention
     from dtckpt.checkpoint.mapping.map_rules import TensorMap
@@ -97,6 +98,7 @@ _MODULES = {
     "checkpoint.managing.interval": ("AutoInterval", "optimal_interval"),
     "checkpoint.managing.manager": ("CheckpointManager",),
     "checkpoint.tensorflow.named_tensors": ("name_based_restore", "name_based_save", "sharded_save"),
+    "checkpoint.managing.resize": ("ResizedState",),
     "checkpoint.managing.restore_newest": ("RestoredStep",),
     "checkpoint.tensorflow.dtensor_checkpoint": ("DTensorCheckpoint",),
     "checkpoint.options": ("RestoreOptions", "SaveOptions"),
@@ -194,6 +196,7 @@ __all__ = [
     "Publisher",
     "Region",
     "Replicate",
+    "ResizedState",
     "RestoreOptions",
     "RestoreReport",
     "RestoredStep",

@@ -144,6 +144,10 @@ class SaveDisagreementError(DtckptError, ValueError):
     """Clients called the same save with different state."""
 
 
+class TensorPartMissingError(SaveDisagreementError):
+    """No client of a save holds a part of a tensor."""
+
+
 class ForkedProcessError(DtckptError, RuntimeError):
     """The parent of this forked process uses checkpoints. A process that uses them too must be spawned."""
 

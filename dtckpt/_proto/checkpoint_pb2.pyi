@@ -208,6 +208,7 @@ class TensorEntry(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     IDENTITIES_FIELD_NUMBER: _builtins.int
     ORIGINS_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     path: _builtins.str
     """Array path below the root of the key-value store."""
@@ -247,6 +248,12 @@ class TensorEntry(_message.Message):
     def origins(self) -> _containers.RepeatedCompositeFieldContainer[Global___OriginRun]:
         """Which checkpoint first wrote which chunks, as runs over the row-major grid; empty if this checkpoint wrote all."""
 
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """One per chunk, row-major: its share in `content`. Empty for a tensor of one chunk, where `content` gives it, and where
+        the shares are not known.
+        """
+
     def __init__(
         self,
         *,
@@ -264,10 +271,11 @@ class TensorEntry(_message.Message):
         content: _builtins.int | None = ...,
         identities: _abc.Iterable[_builtins.int] | None = ...,
         origins: _abc.Iterable[Global___OriginRun] | None = ...,
+        shares: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "content", b"content", "layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "chunk_shape", b"chunk_shape", "codec", b"codec", "content", b"content", "digests", b"digests", "dtype", b"dtype", "identities", b"identities", "layout", b"layout", "missing", b"missing", "name", b"name", "origins", b"origins", "path", b"path", "shape", b"shape", "stored_dtype", b"stored_dtype", "writers", b"writers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_content", b"_content", "chunk_shape", b"chunk_shape", "codec", b"codec", "content", b"content", "digests", b"digests", "dtype", b"dtype", "identities", b"identities", "layout", b"layout", "missing", b"missing", "name", b"name", "origins", b"origins", "path", b"path", "shape", b"shape", "shares", b"shares", "stored_dtype", b"stored_dtype", "writers", b"writers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__content: _TypeAlias = _typing.Literal["content"]  # noqa: Y015
     _WhichOneofArgType__content: _TypeAlias = _typing.Literal["_content", b"_content"]  # noqa: Y015
@@ -388,6 +396,7 @@ class ClientChunks(_message.Message):
     CONTENTS_FIELD_NUMBER: _builtins.int
     IDENTITIES_FIELD_NUMBER: _builtins.int
     REUSED_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
     client: _builtins.int
     plan: _builtins.bytes
     """Topic of the plan, which every client computes alike."""
@@ -408,6 +417,12 @@ class ClientChunks(_message.Message):
         the chunk is in the save's base and was not written again. No bytes: all were written.
         """
 
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of the same chunks, in the same order: their shares in their tensors' contents; empty if not asked for. 0 for a chunk
+        of a tensor whose content is digested as a whole.
+        """
+
     def __init__(
         self,
         *,
@@ -418,10 +433,11 @@ class ClientChunks(_message.Message):
         contents: _abc.Iterable[_builtins.int] | None = ...,
         identities: _abc.Iterable[_builtins.int] | None = ...,
         reused: _builtins.bytes = ...,
+        shares: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "contents", b"contents", "copies", b"copies", "digests", b"digests", "identities", b"identities", "plan", b"plan", "reused", b"reused"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client", b"client", "contents", b"contents", "copies", b"copies", "digests", b"digests", "identities", b"identities", "plan", b"plan", "reused", b"reused", "shares", b"shares"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

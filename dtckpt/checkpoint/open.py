@@ -133,9 +133,7 @@ def _open(location: Location, trusted_keys: Sequence[KeySource]) -> Checkpoint:
             with translate_errors("read the manifest", folder, is_read=True):
                 data = source.read_whole(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
             manifest = Manifest.from_bytes(data, f"{folder}/{MANIFEST_NAME}")
-            # Signed bytes are read by the folder, as bytes of other storage are; never straight from a local file.
-            is_elsewhere = signed is not None or is_remote(place.where)
-            own = ManifestFiles(place.where, source, manifest, is_remote=is_elsewhere)
+            own = ManifestFiles(place.where, source, manifest, is_remote=is_remote(place.where))
             return Checkpoint(place.where, own, reopen, signed)
         except CheckpointError:
             # Still the same folder: the error is about this checkpoint, and another try would give it again.

@@ -116,8 +116,8 @@ class RestoreOptions:
             memory of a host, or by messages. Applies to large tensors. Default: where that is faster
             (docs/checkpointing.md).
         trusted_keys: Public keys, PEM files or their bytes, of which one must have signed the checkpoint
-            (`dtckpt.sign`). Before any tensor is filled, the clients together verify all files; then every byte that is
-            read is verified once more. The clients must pass the same keys.
+            (`dtckpt.sign`). Every byte is compared with the signed digests before it gets to a tensor; files that the
+            restore does not read are not (`dtckpt verify --key` compares all). The clients must pass the same keys.
         progress: As in `SaveOptions`.
         timeout_s: Longest wait, in seconds, for other clients at each barrier.
     """

@@ -14,7 +14,9 @@ from dtckpt.cli.options import (
     TARGETS,
     debug_option,
     json_option,
+    map_options,
     memory_option,
+    parse_map,
     parse_pairs,
     parse_size,
     quiet_option,
@@ -33,12 +35,11 @@ from dtckpt.cli.output import (
     write_summary,
     write_table,
 )
-from dtckpt.errors import ConfigError, format_nbytes, printable
+from dtckpt.errors import format_nbytes, printable
 from dtckpt.format.codecs import CODECS
 
 if TYPE_CHECKING:
     from dtckpt.checkpoint.converting.report import ConvertedTensor, ConvertReport
-    from dtckpt.checkpoint.mapping.map_rules import TensorMap
 
 PROGRESS_S = 1.0
 """Seconds between two ``progress`` events, at least."""
@@ -66,14 +67,7 @@ Examples:
 @click.option("--to", type=click.Choice(TARGETS), help="Format of DST [default: by its suffix, or else dtckpt].")
 @click.option("--select", multiple=True, metavar="GLOB", help="Write only tensors and values whose names match.")
 @click.option("--rename", "renames", multiple=True, metavar="OLD=NEW", help="Rename tensors and values on the way.")
-@click.option(
-    "--map",
-    "map_name",
-    metavar="MAP",
-    help="Take names and shapes from a map: a JSON file, or a map of dtckpt by name.",
-)
-@click.option("--map-back", metavar="MAP", help="The same, from the other side of the map.")
-@click.option("--map-size", "map_sizes", multiple=True, metavar="AXIS=N", help="Size of an axis of the map.")
+@map_options
 @click.option("--dtype", metavar="DTYPE", help="New dtype of the floating-point tensors, such as bfloat16.")
 @click.option(
     "--tied", "ties", multiple=True, metavar="NAME=KEPT", help="Store KEPT only; NAME must have the same elements."
@@ -129,7 +123,7 @@ def command(
         rename=new_names or None,
         dtype=None if dtype is None else parse_dtype(dtype),
         tied=parse_pairs(ties, "tied", "NAME=KEPT"),
-        map=_map(map_name, map_back, map_sizes),
+        map=parse_map(map_name, map_back, map_sizes),
         max_shard_size=parse_size(max_shard_size),
         max_memory=parse_size(max_memory),
         options=None if codec is None else SaveOptions(codec=codec),
@@ -151,21 +145,6 @@ def command(
         write_summary(
             f"converted {_source(plan)} to {_target(plan)}: {_totals(plan)} in {report.seconds:.1f} s ({rate}/s)"
         )
-
-
-def _map(name: str | None, back: str | None, sizes: Sequence[str]) -> TensorMap | None:
-    """Return the map of the options."""
-    from dtckpt.checkpoint.mapping.map_rules import TensorMap
-
-    if (name is None) == (back is None):
-        if name is not None or sizes:
-            raise ConfigError(f"expected one of --map and --map-back; got {'both' if name is not None else 'none'}")
-        return None
-    pairs = parse_pairs(sizes, "map-size", "AXIS=N")
-    if wrong := [text for text in pairs.values() if not text.isdecimal()]:
-        raise ConfigError(f"--map-size must be a whole number; got {wrong[0]!r}")
-    rules = TensorMap.load(name or back or "", {axis: int(text) for axis, text in pairs.items()})
-    return rules if back is None else rules.inverse()
 
 
 def _source(plan: ConvertReport) -> str:

@@ -106,6 +106,7 @@ def _write_event(copied: CopiedCheckpoint) -> None:
         files=copied.num_files,
         kept=copied.num_kept,
         linked=copied.num_linked,
+        by_store=copied.num_by_store,
         bytes=copied.nbytes,
         seconds=round(copied.seconds, 6),
     )
@@ -138,6 +139,7 @@ def _write_text(report: CopyReport) -> None:
         f"{len(report.failed)} could not be copied" if report.failed else "",
         f"{format_count(kept, 'file')} from an earlier call" if (kept := _total(report, "num_kept")) else "",
         f"{format_count(linked, 'hard link')}" if (linked := _total(report, "num_linked")) else "",
+        f"{format_count(by_store, 'file')} by the store itself" if (by_store := _total(report, "num_by_store")) else "",
     ]
     write_summary(
         printable(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtckpt.cli.options import LOCATION, debug_option, json_option, pager_option
+from dtckpt.cli.options import LOCATION, debug_option, json_option, map_options, pager_option, parse_map
 from dtckpt.cli.output import format_count, format_layout, format_shape, format_value, page, table_lines, write_event
 from dtckpt.errors import TensorNotFoundError, capped, did_you_mean, format_nbytes, printable
 from dtckpt.format.codecs import NO_CODEC
@@ -29,6 +29,7 @@ Examples:
   dtckpt inspect step_100
   dtckpt inspect step_100 --tree --sort size           the largest subtrees first
   dtckpt inspect step_100 --tensor 'model/*' --chunks  which file has which part
+  dtckpt inspect runs/megatron --map megatron-llama    under the names of transformers
   dtckpt inspect s3://bucket/step_100 --json
 
 """
@@ -47,6 +48,7 @@ Examples:
 )
 @click.option("--each", is_flag=True, help="A line for each tensor, also for those that are alike but for numbers.")
 @click.option("--chunks", "with_chunks", is_flag=True, help="List every chunk: region, key, digest, client.")
+@map_options
 @pager_option
 @json_option("Print one line of JSON.")
 @debug_option
@@ -58,6 +60,9 @@ def command(
     sort: str,
     each: bool,
     with_chunks: bool,
+    map_name: str | None,
+    map_back: str | None,
+    map_sizes: Sequence[str],
     pager: bool,
     as_json: bool,
 ) -> None:
@@ -66,9 +71,11 @@ def command(
     Tensors whose names differ only in numbers share a line if they are alike: layers.{0..31}.norm stands for 32
     tensors, and the line shows the chunks and bytes of all 32.
     """
+    from dtckpt.checkpoint.gc_pause import gc_paused
     from dtckpt.checkpoint.open import open_checkpoint
 
-    with open_checkpoint(path) as checkpoint:
+    # A listing of many tensors makes many objects, too.
+    with gc_paused(), open_checkpoint(path, map=parse_map(map_name, map_back, map_sizes)) as checkpoint:
         tensors = select(checkpoint, patterns)
         meshes = list(dict.fromkeys(info.layout.mesh for info in tensors if info.layout is not None))
         if as_json:

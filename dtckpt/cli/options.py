@@ -15,6 +15,8 @@ from dtckpt.errors import ConfigError, DtckptError
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
 
+    from dtckpt.checkpoint.mapping.map_rules import TensorMap
+
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 KVSTORES = ("ocdbt", "zarr")
@@ -135,6 +137,38 @@ def rest_options(command: _Command) -> _Command:
         help="Leave behind the files, notes and values of another library's SRC that dtckpt does not read.",
     )
     return overwrite(ignore(command))
+
+
+def map_options(command: _Command) -> _Command:
+    """Add ``--map``, ``--map-back`` and ``--map-size``; `parse_map` takes them."""
+    name = click.option(
+        "--map",
+        "map_name",
+        metavar="MAP",
+        help="Take names and shapes from a map: a JSON file, or a map of dtckpt by name.",
+    )
+    back = click.option("--map-back", metavar="MAP", help="The same, from the other side of the map.")
+    size = click.option("--map-size", "map_sizes", multiple=True, metavar="AXIS=N", help="Size of an axis of the map.")
+    return name(back(size(command)))
+
+
+def parse_map(name: str | None, back: str | None, sizes: Sequence[str]) -> TensorMap | None:
+    """Return the map that the options of `map_options` choose, if any.
+
+    Raises:
+        ConfigError: Both sides of a map are asked for, or the map or a size cannot be used.
+    """
+    if (name is None) == (back is None):
+        if name is not None or sizes:
+            raise ConfigError(f"expected one of --map and --map-back; got {'both' if name is not None else 'none'}")
+        return None
+    pairs = parse_pairs(sizes, "map-size", "AXIS=N")
+    if wrong := [text for text in pairs.values() if not text.isdecimal()]:
+        raise ConfigError(f"--map-size must be a whole number; got {wrong[0]!r}")
+    from dtckpt.checkpoint.mapping.map_rules import TensorMap
+
+    rules = TensorMap.load(name or back or "", {axis: int(text) for axis, text in pairs.items()})
+    return rules if back is None else rules.inverse()
 
 
 def mesh_options(*, is_required: bool) -> Callable[[_Command], _Command]:

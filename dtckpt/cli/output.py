@@ -26,6 +26,7 @@ import shutil
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import lru_cache
 from typing import IO, cast
 
 from dtckpt.checkpoint.progress_bar import is_watched
@@ -101,7 +102,8 @@ def finite_json(number: float) -> float | dict[str, str]:
     return number if math.isfinite(number) else {"float": str(number)}
 
 
-def format_shape(shape: Sequence[int]) -> str:
+@lru_cache(maxsize=1 << 12)
+def format_shape(shape: tuple[int, ...]) -> str:
     """Return a shape as ``512x64``, or ``scalar``."""
     return "x".join(map(str, shape)) or "scalar"
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dtckpt.cli.exit_codes import ExitCode
-from dtckpt.cli.options import LOCATION, debug_option, json_option, quiet_option
+from dtckpt.cli.options import LOCATION, debug_option, json_option, map_options, parse_map, quiet_option
 from dtckpt.cli.output import format_count, open_progress, write_event, write_line, write_summary
 from dtckpt.errors import format_nbytes, printable
 
@@ -21,6 +21,7 @@ Examples:
   dtckpt verify step_100
   dtckpt verify s3://bucket/step_100 --threads 16 --json
   dtckpt verify step_100 --key release.pub
+  dtckpt verify runs/megatron --map megatron-llama
 
 """
 
@@ -36,19 +37,33 @@ Examples:
     metavar="FILE",
     help="Public Ed25519 key, in PEM: refuse a checkpoint without a signature of such a key.",
 )
+@map_options
 @json_option("Print one JSON line per damage, then one with the result.")
 @quiet_option
 @debug_option
-def command(*, path: str, threads: int | None, keys: tuple[str, ...], as_json: bool) -> ExitCode:
-    """Read all of checkpoint PATH and compare every digest; exit with 1 if anything is damaged."""
+def command(
+    *,
+    path: str,
+    threads: int | None,
+    keys: tuple[str, ...],
+    map_name: str | None,
+    map_back: str | None,
+    map_sizes: Sequence[str],
+    as_json: bool,
+) -> ExitCode:
+    """Read all of checkpoint PATH and compare every digest; exit with 1 if anything is damaged.
+
+    With a map, damaged tensors have the names that the map gives them.
+    """
     from dtckpt.checkpoint.open import open_checkpoint
 
-    with open_checkpoint(path, trusted_keys=keys) as checkpoint:
+    rules = parse_map(map_name, map_back, map_sizes)
+    with open_checkpoint(path, map=rules, trusted_keys=keys) as checkpoint:
         nbytes = sum(info.nbytes for info in checkpoint.tensors.values())
         signed = checkpoint.signed
         with open_progress("verifying", nbytes) as progress:
             if signed is not None:  # all files, also files that no reader needs
-                signed.validate_share(0, 1, lambda _: None)
+                signed.validate_files()
             report = checkpoint.verify(threads=threads, progress=progress.advance)
     signers = () if signed is None else signed.signers
     if as_json:

@@ -25,6 +25,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -34,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from dtckpt.comm.torch_private import PrefixStore, Store
+from dtckpt.comm.torch_private import PrefixStore, Store, forget_meshes, get_default_store
 from dtckpt.config import Config
 from dtckpt.errors import (
     BarrierTimeoutError,
@@ -116,6 +117,7 @@ def make_default_group(
         ConfigError: There is no such backend.
         CoordinationError: The clients could not be connected.
     """
+    forget_meshes()  # of an earlier group of this process
     try:
         dist.init_process_group(backend, store=store, rank=config.client_id, world_size=config.num_clients, **options)
     except ValueError as error:
@@ -229,6 +231,22 @@ def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelt
     except dist.DistError as error:
         raise CoordinatorUnavailableError(f"the store where clients meet cannot be reached: {error}") from error
     return PrefixStore(name, topic_store), attempt
+
+
+def agree_anew(least: int, config: Config, timeout: timedelta = TIMEOUT) -> int:
+    """Agree with the clients of the default process group on an attempt, at the store of the group; return it.
+
+    Collective: Over all clients of the group.
+
+    Args:
+        least: The least number that this client accepts.
+        config: This client's id, and the number of clients.
+        timeout: Bound on the wait for the others.
+
+    Raises: As `agree_on_attempt`.
+    """
+    config = replace(config, attempt_text=str(least))
+    return agree_on_attempt(get_default_store(), "rejoin", config, timeout)[1]
 
 
 class _Wait:

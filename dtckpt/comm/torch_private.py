@@ -6,6 +6,7 @@ Operators (``torch.ops``) are not among them: the registry of rules leaves out o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,6 +86,27 @@ def root_mesh_of(mesh: Any) -> Any:
     """Return the root ``DeviceMesh`` of a slice, over all slices; return a ``DeviceMesh`` itself if it is no slice."""
     # In PyTorch 2.9 the tables of the thread that cut the mesh know it, later the mesh itself.
     return mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else _meshes.get_root_mesh(mesh)
+
+
+def forget_meshes() -> None:
+    """Clear PyTorch's caches that hold meshes of DTensors.
+
+    A result of a cached operator is on the mesh that the first call had. After the process group was made anew, an
+    equal mesh has other groups, and this process may have another place in it. Versions of PyTorch may lack some.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    for holder, name in (
+        (propagator.propagate_op_sharding, "cache_clear"),
+        (_bindings, "_clear_DTensor_sharding_propagator_cache"),
+        (getattr(_redistribute, "_gen_transform_infos", None), "cache_clear"),
+        (_redistribute, "clear_redistribute_planner_cache"),
+        (_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear"),
+    ):
+        getattr(holder, name, lambda: None)()
 
 
 # The dispatcher, and tensors that it treats in their own way.

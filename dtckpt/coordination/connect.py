@@ -16,9 +16,11 @@ import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dtckpt.comm import fork_guard
+from dtckpt.comm.background_threads import begin
 from dtckpt.config import Config
 from dtckpt.coordination import identity
 from dtckpt.coordination.api import (
@@ -49,6 +51,7 @@ def connect(
     coordinator: str | None = None,
     heartbeat_timeout_s: float | None = None,
     fallback: str | None = None,
+    attempt: int | None = None,
 ) -> Coordination:
     """Return a new coordination for this process, not yet registered.
 
@@ -57,6 +60,7 @@ def connect(
         coordinator: ``host:port``; default: from the environment.
         heartbeat_timeout_s: Silence after which a client counts as lost, in seconds; default: from the environment.
         fallback: As for `initialize_multi_client`; default: from the environment.
+        attempt: The attempt of the job; default: from the environment.
 
     Raises:
         ConfigError: A variable has a value that cannot be used, or the clients have no place to meet.
@@ -65,6 +69,8 @@ def connect(
     """
     env = os.environ if env is None else env
     member = _member(env)
+    if attempt is not None:
+        member = replace(member, attempt=attempt)
     timeout_s = Config.from_environ(env).heartbeat_timeout_s if heartbeat_timeout_s is None else heartbeat_timeout_s
     if endpoint := find_coordinator(env, coordinator):
         from dtckpt._proto import COORDINATOR, require
@@ -123,6 +129,55 @@ def current_coordination() -> Coordination:
         return _current
 
 
+def joined_member() -> Member | None:
+    """Return who this client is in the job that this process is connected to; None if it is connected to none."""
+    return None if _current is None else _current.member
+
+
+def rejoin() -> Coordination:
+    """Leave the job as it was, and join it with the clients that the environment describes now.
+
+    The clients have made the default process group anew, among other processes. In its store they agree on an attempt
+    that is newer than the attempts of all of them. Without a process group, ``DTCKPT_ATTEMPT`` tells the attempts
+    apart; if nothing has changed, this client stays in the job.
+
+    Collective: Over all clients of the new process group.
+
+    Blocks: On the slowest client, at most 5 minutes.
+
+    Raises:
+        ConfigError: The environment and the process group describe different clients.
+        DtckptError: As `connect`.
+    """
+    from dtckpt.comm import default_process_group, process_groups, torch_private  # they import torch
+
+    fork_guard.claim_process()
+    torch_private.forget_meshes()
+    config, before = Config.from_environ(), _current
+    rank, world = process_groups.rank(), process_groups.size()
+    if rank is not None and (rank, world) != (config.client_id, config.num_clients):
+        raise ConfigError(
+            f"the environment says that this is client {config.client_id} of {config.num_clients}, and the default "
+            f"process group that it is client {rank} of {world}; set RANK and WORLD_SIZE when you make the process "
+            "group anew, or remove both"
+        )
+    here = _member(os.environ)
+    attempt = here.attempt if before is None else max(here.attempt, before.member.attempt + 1)
+    if rank is not None and config.num_clients > 1:
+        attempt = default_process_group.agree_anew(attempt, config)
+    elif before is not None and replace(here, attempt=before.member.attempt) == before.member:
+        return before
+    elif config.num_clients > 1:
+        attempt = here.attempt  # the clients have no other place to agree on one
+    if before is not None:
+        set_coordination(None)
+        # Beside the rest: the process that had the old store may be gone, and a goodbye to it takes a while.
+        begin(before.leave, "dtckpt-leave")
+    coordination = connect(**_arguments, attempt=attempt)
+    set_coordination(coordination)
+    return coordination
+
+
 def connect_beside(name: str) -> Coordination:
     """Return a further coordination of this process, not yet registered, in a job beside its own.
 
@@ -136,8 +191,9 @@ def connect_beside(name: str) -> Coordination:
     Raises:
         DtckptError: As `connect`.
     """
-    job = current_coordination().member.job
-    return connect({**os.environ, "DTCKPT_JOB": f"{job}{BESIDE}{name}"}, **_arguments)
+    member = current_coordination().member
+    env = {**os.environ, "DTCKPT_JOB": f"{member.job}{BESIDE}{name}"}
+    return connect(env, **_arguments, attempt=member.attempt)
 
 
 @contextmanager

@@ -106,6 +106,11 @@ class Caller:
         self._lock = threading.RLock()
         self._connection: _Connection | None = None
 
+    @property
+    def address(self) -> str:
+        """``host:port`` of the coordinator."""
+        return self._address
+
     def close(self) -> None:
         """Close the connection; a later call opens another."""
         with self._lock:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import secrets
+import socket
 import threading
 from dataclasses import dataclass
 
@@ -16,6 +17,11 @@ from dtckpt.coordination.api import Member
 
 _lock = threading.Lock()
 _calls: dict[Member, BarrierCalls] = {}
+
+
+def host_name() -> str:
+    """Return the name of this host: the variable ``DTCKPT_HOST``, else its host name."""
+    return os.environ.get("DTCKPT_HOST") or socket.gethostname()
 
 
 def incarnation() -> int:

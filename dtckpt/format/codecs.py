@@ -21,22 +21,38 @@ _NO_DESCRIPTOR = 1 << 3
 """The reserved bit of a frame's descriptor, which is never set."""
 _RAW, _REPEATED = 0, 1
 _ZSTD_BLOCK_NBYTES = 128 << 10
+_BLOSC_BLOCK_NUMEL = 2 * _ZSTD_BLOCK_NBYTES
+"""Elements of a block of Blosc: two blocks of Zstandard for each byte of an element. In the shuffled block, no block of
+Zstandard holds two of these bytes, and so each has a code of its own: short for exponents, none for mantissas. For
+blocks of more than 256 KiB, Zstandard also looks for longer repetitions only, which noise has not."""
 
 NO_CODEC = "none"
 CODECS = (NO_CODEC, "zstd", "blosc")
 """The codecs, in the order of the `Codec` enum of the manifest (from 0)."""
 
 
-def codec_documents(codec: str, itemsize: int) -> list[dict[str, Any]]:
-    """Return the ``codecs`` of an array's ``zarr.json`` (Zarr v3 specifications of `bytes`, `zstd`, `blosc`)."""
+def codec_documents(codec: str, itemsize: int, chunk_nbytes: int) -> list[dict[str, Any]]:
+    """Return the ``codecs`` of an array's ``zarr.json`` (Zarr v3 specifications of `bytes`, `zstd`, `blosc`).
+
+    A chunk of Blosc tells by itself how it was shuffled, so readers take other settings, too: those of earlier versions
+    of dtckpt, whose chunks a later checkpoint may share.
+
+    Args:
+        codec: How chunks are compressed.
+        itemsize: Bytes of an element.
+        chunk_nbytes: Bytes of the elements of a chunk.
+    """
     documents: list[dict[str, Any]] = [{"name": "bytes", "configuration": {"endian": "little"}}]
     if codec == "zstd":
         # The codec needs no checksum: every read compares the digest of the elements.
         documents.append({"name": "zstd", "configuration": {"level": 3, "checksum": False}})
     elif codec == "blosc":
-        # Exponents of weights are alike, mantissas are noise: equal bit positions compress better side by side.
-        shuffled = {"cname": "zstd", "clevel": 1, "shuffle": "bitshuffle", "typesize": itemsize, "blocksize": 0}
-        documents.append({"name": "blosc", "configuration": shuffled})
+        # Exponents of weights are alike, mantissas are noise. In a chunk that is too small for codes of single bytes,
+        # equal bits side by side compress better.
+        is_small = chunk_nbytes < itemsize * _ZSTD_BLOCK_NBYTES
+        shuffle, blocksize = ("bitshuffle", 0) if is_small else ("shuffle", itemsize * _BLOSC_BLOCK_NUMEL)
+        settings = {"cname": "zstd", "clevel": 1, "shuffle": shuffle, "typesize": itemsize, "blocksize": blocksize}
+        documents.append({"name": "blosc", "configuration": settings})
     return documents
 
 

@@ -104,6 +104,11 @@ def content_digest(share: int, shape: tuple[int, ...], itemsize: int) -> int:
     return share ^ _frame(itemsize * math.prod(shape))
 
 
+def share_of_content(content: int, shape: tuple[int, ...], itemsize: int) -> int:
+    """Return the share of all elements of a tensor from its content digest; the inverse of `content_digest`."""
+    return content_digest(content, shape, itemsize)  # an exclusive or undoes itself
+
+
 @functools.lru_cache(maxsize=4096)
 def _frame(nbytes: int) -> int:
     """Return the contribution of the initial value and last inversion to the CRC of so many bytes."""

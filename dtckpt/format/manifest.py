@@ -34,7 +34,7 @@ from dtckpt.layout.mesh import Mesh
 FORMAT_VERSION = 1
 MANIFEST_NAME = "dtckpt.manifest"
 MAX_MANIFEST_NBYTES = 512 << 20
-"""Bytes of the manifest of half a petabyte in chunks of 16 MiB; a longer manifest is neither written nor read."""
+"""Bytes of the manifest of a third of a petabyte in chunks of 16 MiB; a longer manifest is neither written nor read."""
 # Clients of a restore compare this token, in a barrier's payload, which is bounded, too.
 MAX_ATTEMPT_CHARS = 1024
 BLOCKS_NAME = "dtckpt.blocks"
@@ -97,6 +97,7 @@ class ArrayEntry:
         identities: Per chunk, row-major; None in checkpoints of earlier versions. See `dtckpt.format.digest`.
         origins: Per chunk, row-major: 0 if this checkpoint's save wrote it; else a position in `Manifest.origins`, from
             1: the checkpoint that first wrote it. None: all are 0.
+        shares: Per chunk, row-major: its share in the content. None for one chunk, and where they are not known.
     """
 
     name: str
@@ -106,6 +107,7 @@ class ArrayEntry:
     content: int | None = None
     identities: npt.NDArray[np.uint64] | None = None
     origins: npt.NDArray[np.int32] | None = None
+    shares: npt.NDArray[np.uint64] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -248,6 +250,7 @@ class Manifest:
                 content=entry.content,
                 identities=None if entry.identities is None else entry.identities.tolist(),
                 origins=_origin_runs(entry.origins),
+                shares=None if entry.shares is None else entry.shares.tolist(),
             )
             kind = kinds.get(entry.kind)
             if kind is None:
@@ -309,9 +312,10 @@ class Manifest:
             kinds: dict[bytes, ArrayKind] = {}
             digests = _slices([tensor.digests for tensor in message.tensors])
             identities = _slices([tensor.identities for tensor in message.tensors])
+            shares = _slices([tensor.shares for tensor in message.tensors])
             entries = [
-                _entry(tensor, own, identity, meshes, kinds)
-                for tensor, own, identity in zip(message.tensors, digests, identities, strict=True)
+                _entry(tensor, numbers, meshes, kinds)
+                for tensor, numbers in zip(message.tensors, zip(digests, identities, shares, strict=True), strict=True)
             ]
             if len({entry.name for entry in entries}) != len(entries):
                 raise ValueError("a tensor occurs twice")
@@ -426,8 +430,7 @@ def _slices(lists: Sequence[Sequence[int]]) -> Iterator[npt.NDArray[np.uint64]]:
 
 def _entry(
     message: checkpoint_pb2.TensorEntry,
-    digests: npt.NDArray[np.uint64],
-    identities: npt.NDArray[np.uint64],
+    numbers: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]],
     meshes: Sequence[Mesh],
     kinds: dict[bytes, ArrayKind],
 ) -> ArrayEntry:
@@ -435,8 +438,7 @@ def _entry(
 
     Args:
         message: The message; what tensors of a kind do not share is cleared.
-        digests: The digests of the tensor's chunks.
-        identities: Their identities, if there are any.
+        numbers: Of its chunks, the digests; the identities and the shares in the content, if there are any.
         meshes: The meshes of the manifest.
         kinds: The kinds parsed so far, by the rest of their message; a new kind is added.
 
@@ -445,13 +447,14 @@ def _entry(
         IndexError: The message names a mesh that the manifest does not have.
     """
     name, path = message.name, message.path
+    digests, identities, shares = numbers
     # A forged path could lead a reader to another tensor's chunks.
     if not is_path_of(path, name):
         raise ValueError(f"array {path!r} does not belong to tensor {name!r}")
     content = message.content if message.HasField("content") else None
     runs = [(run.origin, run.count) for run in message.origins]
     # The other fields are equal for all tensors of a kind, byte by byte, so one parse is enough.
-    for field_name in ("name", "path", "digests", "content", "identities", "origins"):
+    for field_name in ("name", "path", "digests", "content", "identities", "origins", "shares"):
         message.ClearField(field_name)
     key = message.SerializeToString()
     kind = kinds.get(key)
@@ -461,15 +464,25 @@ def _entry(
         raise ValueError(
             f"tensor {name!r} has {digests.size} digests, expected one for each of {kind.grid.num_chunks} chunks"
         )
-    if identities.size not in (0, digests.size):
-        raise ValueError(f"tensor {name!r} has {identities.size} identities for {digests.size} chunks")
+    for what, some in (("identities", identities), ("shares", shares)):
+        if some.size not in (0, digests.size):
+            raise ValueError(f"tensor {name!r} has {some.size} {what} for {digests.size} chunks")
     # The sum first: a count may be any number.
     if runs and sum(count for _, count in runs) != digests.size:
         raise ValueError(f"tensor {name!r} has origins for {sum(count for _, count in runs)} of its chunks")
     origins = None
     if runs and digests.size:
         origins = np.repeat(np.array([origin for origin, _ in runs], np.int32), [count for _, count in runs])
-    return ArrayEntry(name, path, kind, digests, content, identities if identities.size else None, origins)
+    return ArrayEntry(
+        name,
+        path,
+        kind,
+        digests,
+        content,
+        identities if identities.size else None,
+        origins,
+        shares if shares.size else None,
+    )
 
 
 def _kind(message: checkpoint_pb2.TensorEntry, name: str, num_digests: int, meshes: Sequence[Mesh]) -> ArrayKind:

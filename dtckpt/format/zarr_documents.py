@@ -80,7 +80,7 @@ def array_metadata(grid: ChunkGrid, stored_dtype: str, codec: str, *, raw_bits: 
         codec: How chunks are compressed.
         raw_bits: Whether elements of types that the core specification lacks are described as unsigned integers.
     """
-    data_type = zarr_data_type(stored_dtype, raw_bits=raw_bits)
+    data_type, itemsize = zarr_data_type(stored_dtype, raw_bits=raw_bits), DTYPES[stored_dtype].itemsize
     return {
         "zarr_format": 3,
         "node_type": "array",
@@ -89,7 +89,7 @@ def array_metadata(grid: ChunkGrid, stored_dtype: str, codec: str, *, raw_bits: 
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(grid.chunk_shape)}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": fill_value(data_type),
-        "codecs": codec_documents(codec, DTYPES[stored_dtype].itemsize),
+        "codecs": codec_documents(codec, itemsize, math.prod(grid.chunk_shape) * itemsize),
     }
 
 

@@ -151,8 +151,10 @@ def validate_groups(mesh: Mesh, groups: Sequence[dist.ProcessGroup]) -> None:
             )
 
 
-def mesh_of_ranks(device_type: str, ranks: npt.NDArray[np.integer[Any]], names: Sequence[str]) -> Mesh:
-    """Return the mesh with one device of each rank, as this client sees it; equal on every client.
+def mesh_of_ranks(
+    device_type: str, ranks: npt.NDArray[np.integer[Any]], names: Sequence[str], own: int | None = None
+) -> Mesh:
+    """Return the mesh with one device of each rank, as one client sees it; equal for every client.
 
     Device ids count the ranks in row-major order. A device's name contains its client.
 
@@ -160,8 +162,9 @@ def mesh_of_ranks(device_type: str, ranks: npt.NDArray[np.integer[Any]], names: 
         device_type: ``cpu`` or ``cuda``.
         ranks: Array of the mesh's shape.
         names: Names of the axes.
+        own: The client; default: this one.
     """
-    kind, job, own = KINDS[device_type], job_name(), _own_rank()
+    kind, job, own = KINDS[device_type], job_name(), _own_rank() if own is None else own
     gpu_of = _gpu_function()
     flat: list[int] = ranks.ravel().tolist()
     devices = [
@@ -299,7 +302,8 @@ def mesh_of(device_mesh: Any) -> Mesh:
     """Return the `Mesh` of a PyTorch ``DeviceMesh``, whose ranks become clients with one device each.
 
     Device ids count the devices in row-major order. A device's name contains its client. Axes without names are called
-    ``dim_0``, ``dim_1`` and so on. A slice of a mesh knows its root (`Mesh.root_offsets`).
+    ``dim_0``, ``dim_1`` and so on. A slice of a mesh knows its root (`Mesh.root_offsets`). This client is the rank that
+    it was when the ``DeviceMesh`` was made: the default process group may be another one by now.
 
     Raises:
         MeshError: The value is no ``DeviceMesh``, or its device type is neither ``cpu`` nor ``cuda``.
@@ -307,7 +311,7 @@ def mesh_of(device_mesh: Any) -> Mesh:
     _require_device_mesh(device_mesh)
     root = root_mesh_of(device_mesh)
     # A model has thousands of tensors on one mesh. Equal meshes may be slices of different roots.
-    key = process_groups.rank(), job_name(), None if root is device_mesh else root
+    key = _rank_in(device_mesh), job_name(), None if root is device_mesh else root
     kept = _converted.get(device_mesh)
     if kept is not None and kept[0] == key:
         return kept[1]
@@ -321,12 +325,18 @@ def mesh_of(device_mesh: Any) -> Mesh:
     return mesh
 
 
+def _rank_in(device_mesh: Any) -> int:
+    """Return this client's rank as a PyTorch mesh knows it; -1 if the mesh has no device of this client."""
+    coordinate = device_mesh.get_coordinate()
+    return -1 if coordinate is None else int(device_mesh.mesh[tuple(coordinate)])
+
+
 def _convert(device_mesh: Any) -> Mesh:
     if device_mesh.device_type not in KINDS:
         raise MeshError(f"mesh: got a DeviceMesh on {device_mesh.device_type}, expected one of {', '.join(KINDS)}")
     ranks = device_mesh.mesh.cpu().numpy()
     names = device_mesh.mesh_dim_names or tuple(f"dim_{axis}" for axis in range(ranks.ndim))
-    return mesh_of_ranks(device_mesh.device_type, ranks, names)
+    return mesh_of_ranks(device_mesh.device_type, ranks, names, _rank_in(device_mesh))
 
 
 def adopt(device_mesh: Any) -> Mesh:

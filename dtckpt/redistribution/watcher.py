@@ -20,6 +20,7 @@ computes is only slow. The timeout of the process group bounds the wait for a sl
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import sys
@@ -46,6 +47,8 @@ IDLE_SHARE = 0.1
 """A thread idles while it uses less than this part of the time of a core."""
 _SAMPLE_S = 1.0
 """Seconds between two readings of a thread's used time; the kernel counts this time in steps of 10 ms."""
+EXIT_S = 5.0
+"""Longest wait for the watcher when the process exits; its calls to the store take milliseconds."""
 _CLIENTS_PER_LOOK = 1000
 """Beyond this many clients, each looks for alarms less often, so that the store can answer all of them."""
 
@@ -63,6 +66,7 @@ _waiting: dict[int, Polled] = {}
 _unsettled: list[CallRecord] = []
 """Records of calls that are over here, and to which other clients have yet to come."""
 _watcher: threading.Thread | None = None
+_exiting = threading.Event()
 _lock = threading.Lock()
 
 
@@ -73,11 +77,25 @@ def ensure_running(plan: Planner) -> None:
         plan: Plans this client's participation in the requests of others.
     """
     global _watcher  # noqa: PLW0603  (one per process)
-    if _watcher is None or not _watcher.is_alive():
+    if not _exiting.is_set() and (_watcher is None or not _watcher.is_alive()):
         with _lock:
             if _watcher is None or not _watcher.is_alive():
                 _watcher = threading.Thread(target=_watch, args=(plan,), name="dtckpt-disagreement", daemon=True)
                 _watcher.start()
+
+
+def _end_at_exit() -> None:
+    """End the watcher while the interpreter is whole.
+
+    Before Python 3.14 the interpreter ends daemon threads as they come back from a call without the lock. The call to
+    the store is C++, which must not be unwound so: the process would abort after all its work.
+    """
+    _exiting.set()
+    if (watcher := _watcher) is not None:
+        watcher.join(EXIT_S)
+
+
+atexit.register(_end_at_exit)
 
 
 @contextmanager
@@ -100,8 +118,7 @@ def settle_later(record: CallRecord) -> None:
 def _watch(plan: Planner) -> None:
     seen: set[int] = set()
     alarms = _Alarms(plan)
-    while True:
-        time.sleep(PATIENCE_S)
+    while not _exiting.wait(PATIENCE_S):
         # A copy, because threads enter and leave calls meanwhile.
         now = dict(_waiting)
         # A call has waited for `PATIENCE_S` only if it waited at the last look already.

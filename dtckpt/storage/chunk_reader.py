@@ -34,7 +34,6 @@ from dtckpt.format.zarr_documents import document_key
 from dtckpt.layout.region import Region
 from dtckpt.storage.failures import MalformedError, translate_errors
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.local_values import OpenFile, StoredValue
 from dtckpt.storage.ocdbt_database import FileRange, OcdbtDatabase
 from dtckpt.storage.s3_gcs_folder import BucketFolder
@@ -177,7 +176,7 @@ class ChunkReader:
         if root.kvstore() is not None:
             fork_guard.claim_process()
         self._values = ValueReader(root, has_database=kind == "ocdbt")
-        self._local_path = root.path if by_file and isinstance(root, LocalFolder) else None
+        self._is_local = by_file and root.is_local
         self._ranges = RangeReader(root)
 
     @cached_property
@@ -196,7 +195,7 @@ class ChunkReader:
             CheckpointCorruptError: The chunk is missing.
             StorageError: Storage refused.
         """
-        if self._local_path is None:
+        if not self._is_local:
             return None
         with translate_errors("find chunk {} of array {!r}", self._where, index, path, is_read=True):
             return self._value(key_of(path, index))
@@ -211,7 +210,7 @@ class ChunkReader:
             CheckpointCorruptError: The database that holds them is damaged.
             StorageError: Storage refused.
         """
-        if not chunks or self._local_path is None or not self._values.has_database:
+        if not chunks or not self._is_local or not self._values.has_database:
             return [None] * len(chunks)
         (first, _) = chunks[0]
         with translate_errors("find {} chunks, of array {!r} first", self._where, len(chunks), first, is_read=True):
@@ -223,7 +222,7 @@ class ChunkReader:
         None for each chunk that is missing, a separate file, or in a node of the database. Arguments and errors as for
         `locate_small`.
         """
-        if not chunks or self._local_path is not None or not self._values.has_database:
+        if not chunks or self._is_local or not self._values.has_database:
             return [None] * len(chunks)
         (first, _) = chunks[0]
         with translate_errors("find {} chunks, of array {!r} first", self._where, len(chunks), first, is_read=True):
@@ -254,7 +253,7 @@ class ChunkReader:
             return None
         # With zarr each chunk is a separate file; a data file of a database holds many chunks, and is opened once.
         if stored.nbytes is None:
-            file = OpenFile(f"{self._local_path}/{stored.file}")
+            file = self._where.open_local(stored.file)
             return StoredValue(file, 0, file.nbytes)
         return StoredValue(self._ranges.open(stored.file), stored.start, stored.nbytes)
 
@@ -472,7 +471,7 @@ class RangeReader:
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
         # A file that is dropped here stays open while a thread reads from it.
-        self._files = lru_cache(maxsize=MAX_OPEN_FILES)(OpenFile)
+        self._files = lru_cache(maxsize=MAX_OPEN_FILES)(folder.open_local)
         self._lazy_pool: Pool | None = None
 
     def open(self, name: str) -> OpenFile:
@@ -481,8 +480,7 @@ class RangeReader:
         Raises:
             MalformedError: The file is missing, or is no regular file.
         """
-        assert isinstance(self._folder, LocalFolder)  # noqa: S101  (others are read by `start`)
-        return self._files(f"{self._folder.path}/{name}")
+        return self._files(name)
 
     def start(self, name: str, start: int, stop: int) -> Any:
         """Start a read of bytes ``start`` to ``stop`` of a file; return its future.

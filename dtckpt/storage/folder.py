@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, Self
 
+from dtckpt.storage.failures import MalformedError
+from dtckpt.storage.local_values import OpenFile
 from dtckpt.storage.url import Url
 
 
@@ -23,6 +25,8 @@ class Folder(Protocol):
 
     confirms_writes: bool = False
     """Whether storage compares a digest of the bytes of each write before it confirms the write."""
+    is_local: bool = False
+    """Whether the files are files of this machine, which `open_local` opens."""
 
     def __truediv__(self, name: str) -> Self:
         """Return a folder below this folder."""
@@ -52,6 +56,14 @@ class Folder(Protocol):
             MalformedError: The file is longer, or is no regular file.
         """
         ...
+
+    def open_local(self, name: str) -> OpenFile:
+        """Open a file of this machine, where `is_local`.
+
+        Raises:
+            MalformedError: The file is missing, is no regular file, or is not on this machine.
+        """
+        raise MalformedError(f"{self}/{name} is no file of this machine")
 
     def find_short_file(self, sizes: Mapping[str, int]) -> str | None:
         """Return the name of a file that is missing or shorter than its size here; None if there is none.
@@ -101,6 +113,11 @@ class Folder(Protocol):
         for folder, below in names.items():
             (self / folder).remove(below)
 
+    def remove_tree(self, name: str) -> None:
+        """Remove the folder of this name below this one, with all that is in it, if it is there."""
+        below = self / name
+        below.remove(below.names())
+
     def share(self, source: Folder, sizes: Mapping[str, int]) -> bool:  # noqa: ARG002  (for those that can)
         """Make files of another folder files of this folder, too, under the same names, without sending their bytes.
 
@@ -114,6 +131,7 @@ class Folder(Protocol):
         Raises:
             FileNotFoundError: There is no such file.
             MalformedError: A file is shorter, or is no regular file.
+            OSError: The store refused. Some of the files may be there.
         """
         return False
 

@@ -37,6 +37,7 @@ from typing_extensions import override
 from dtckpt.storage import fsync
 from dtckpt.storage.failures import NOT_A_FILE, MalformedError
 from dtckpt.storage.folder import Folder
+from dtckpt.storage.local_values import OpenFile
 from dtckpt.storage.regular_files import open_regular, regular_nbytes, too_long_error
 
 NO_REPLACE = 1
@@ -71,6 +72,8 @@ class LocalFolder(Folder):
         below: Names of directories from there on, one in the other.
         shown: The path of the base directory in messages, if that is another one.
     """
+
+    is_local = True
 
     def __init__(self, base: Path, *below: str, shown: Path | None = None) -> None:
         self.path = base.joinpath(*below)
@@ -159,6 +162,10 @@ class LocalFolder(Folder):
             return _pread(descriptor, 0, nbytes)
         finally:
             os.close(descriptor)
+
+    @override
+    def open_local(self, name: str) -> OpenFile:
+        return OpenFile(f"{self.path}/{name}")
 
     @override
     def find_short_file(self, sizes: Mapping[str, int]) -> str | None:
@@ -428,6 +435,7 @@ class LocalFolder(Folder):
             with self._entry(name) as (folder, last), suppress(FileNotFoundError):
                 os.unlink(last, dir_fd=folder)
 
+    @override
     def remove_tree(self, name: str) -> None:
         """Remove an entry with its whole content, if it is there; a link as a link.
 

@@ -44,6 +44,14 @@ class OpenFile:
             raise MalformedError(f"{path} is missing") from None
         weakref.finalize(self, os.close, self.descriptor)
 
+    def read_into(self, memories: Sequence[memoryview], position: int) -> int:
+        """Fill memories, one after the other, with the bytes from a position on. Blocks: on storage.
+
+        Returns:
+            The number of bytes: fewer than the memories take if the file ends before, or if the system gave fewer.
+        """
+        return os.preadv(self.descriptor, memories, position)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredValue:
@@ -67,7 +75,7 @@ class StoredValue:
         """
         position, is_inside = self.start + start, start + memory.nbytes <= self.nbytes
         while memory:
-            nbytes = os.preadv(self.file.descriptor, [memory], position) if is_inside else 0
+            nbytes = self.file.read_into([memory], position) if is_inside else 0
             if not nbytes:
                 raise ValueError("the chunk is cut short")
             position, memory = position + nbytes, memory[nbytes:]
@@ -128,6 +136,6 @@ def read_run(values: Sequence[StoredValue], arrays: Sequence[np.ndarray[Any, Any
         ValueError: A value ends before its array is full.
     """
     nbytes, memories = sum([array.nbytes for array in arrays]), [buffer_of(array) for array in arrays]
-    if len(values) == 1 or os.preadv(values[0].file.descriptor, memories, values[0].start) < nbytes:
+    if len(values) == 1 or values[0].file.read_into(memories, values[0].start) < nbytes:
         for value, array in zip(values, arrays, strict=True):
             value.read_into(as_bytes(array).data, 0)

@@ -20,7 +20,6 @@ from dtckpt.format.codecs import chunk_bounds
 from dtckpt.storage.chunk_reader import chunk_nbytes
 from dtckpt.storage.failures import MalformedError, translate_errors
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.ocdbt_database import FileRange, OcdbtDatabase
 from dtckpt.storage.zarr_tensorstore import BASE_FOLDER, DATA_FOLDER, DATABASE_NAME, StoredArray, key_of
 
@@ -113,11 +112,11 @@ def validate_reused(kind: str, root: Folder, base: Folder, chunks: Iterable[Chun
             raise CheckpointCorruptError(
                 f"{short} of the base {base} did not get into {root} whole; nothing was committed, save again"
             )
-    if kind == "ocdbt" and isinstance(root, LocalFolder):
+    if kind == "ocdbt":
         with translate_errors("remove the base's nodes", root):
             needed = {*sizes, *OcdbtDatabase(root).node_files()}
             nodes = OcdbtDatabase(root, first=root / BASE_FOLDER).node_files()
-            root.remove_files(nodes - needed)
+            root.remove(nodes - needed)
             root.remove_tree(BASE_FOLDER)
 
 
@@ -127,10 +126,9 @@ def drop_nodes(root: Folder) -> None:
     Raises:
         StorageError: Storage refused.
     """
-    if isinstance(root, LocalFolder):
-        with translate_errors("remove the base's nodes", root):
-            root.remove_tree(BASE_FOLDER)
-            root.remove_tree(DATA_FOLDER)
+    with translate_errors("remove the base's nodes", root):
+        root.remove_tree(BASE_FOLDER)
+        root.remove_tree(DATA_FOLDER)
 
 
 def last_uses(ranges: Iterable[FileRange]) -> Mapping[str, int]:

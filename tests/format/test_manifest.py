@@ -44,7 +44,8 @@ def entries(draw, name):
     content = draw(st.none() | st.integers(0, 2**64 - 1))
     identities = random.integers(0, 2**64, count, np.uint64) if count and draw(st.booleans()) else None
     origins = random.integers(0, 1 + len(ORIGINS), count).astype(np.int32) if count and draw(st.booleans()) else None
-    return ArrayEntry(name, array_paths([name])[name], kind, digests, content, identities, origins)
+    shares = random.integers(0, 2**64, count, np.uint64) if count and draw(st.booleans()) else None
+    return ArrayEntry(name, array_paths([name])[name], kind, digests, content, identities, origins, shares)
 
 
 @st.composite
@@ -87,7 +88,10 @@ def facts(entry):
         entry.content,
         entry.codec,
         arrays,
-        *(None if each is None else (each.tolist(), each.dtype) for each in (entry.identities, entry.origins)),
+        *(
+            None if each is None else (each.tolist(), each.dtype)
+            for each in (entry.identities, entry.origins, entry.shares)
+        ),
     )
 
 
@@ -117,11 +121,12 @@ def sample():
     ("changes", "reason"),
     [
         ({"identities": np.arange(3, dtype=np.uint64)}, "3 identities for 4 chunks"),
+        ({"shares": np.arange(5, dtype=np.uint64)}, "5 shares for 4 chunks"),
         ({"origins": np.zeros(5, np.int32)}, "origins for 5 of its chunks"),
         ({"origins": np.array([0, 0, 1, 0], np.int32)}, "a checkpoint that is not named"),
     ],
 )
-def test_identities_and_origins_that_fit_no_chunks(changes, reason):
+def test_facts_about_chunks_that_fit_no_chunks(changes, reason):
     manifest = sample()
     entry = replace(manifest.arrays["w"], **changes)
     with pytest.raises(CheckpointCorruptError, match=reason):

@@ -1,14 +1,16 @@
 import json
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dtckpt import Layout, abstract_mesh
+from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import ChunkGrid
 from dtckpt.format.manifest import ArrayEntry, ArrayKind
 from dtckpt.format.names import array_paths
-from dtckpt.format.zarr_documents import array_document, dimension_names, documents
+from dtckpt.format.zarr_documents import array_document, array_metadata, dimension_names, documents
 
 LAYOUT = Layout([("y", "x"), "unsharded"], abstract_mesh({"x": 2, "y": 2}, "train"))
 
@@ -37,6 +39,22 @@ def test_what_a_document_says():
     }
     scalar, _ = facts("s", shape=())
     assert scalar["dimension_names"] == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "shuffle", "blocksize"),
+    [
+        ((128 << 10,), "bfloat16", "shuffle", 512 << 10),
+        (((128 << 10) - 1,), "bfloat16", "bitshuffle", 0),
+        ((512, 512), "float32", "shuffle", 1 << 20),
+        ((512, 512), "float8_e4m3fn", "shuffle", 256 << 10),
+        ((), "float32", "bitshuffle", 0),
+    ],
+)
+def test_blosc_shuffles_bytes_where_each_gets_a_code_of_its_own(shape, dtype, shuffle, blocksize):
+    (_, blosc) = array_metadata(ChunkGrid(shape, shape), dtype, "blosc")["codecs"]
+    settings = {"cname": "zstd", "clevel": 1, "typesize": DTYPES[dtype].itemsize}
+    assert blosc == {"name": "blosc", "configuration": settings | {"shuffle": shuffle, "blocksize": blocksize}}
 
 
 def test_another_codec():

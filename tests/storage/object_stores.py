@@ -161,7 +161,7 @@ class _Handler(BaseHTTPRequestHandler):
             upstream.request(self.command, target, body, headers)
             response = upstream.getresponse()
             answer = response.read()
-        if response.status == 404 and action == "write":  # fake-gcs-server does not say why
+        if response.status == 404 and action == "write" and b"NoSuchKey" not in answer:  # fake-gcs-server says nothing
             return self.answer(*protocol.refusal("no bucket"), {})
         kept = {name: value for name, value in response.getheaders() if name.lower() not in HOP_HEADERS}
         told = response.getheader("Content-Length") if self.command == "HEAD" else None

@@ -73,6 +73,7 @@ class CopiedCheckpoint:
         nbytes: Bytes that were copied.
         num_kept: Files that an earlier call had copied.
         num_linked: Files that became hard links to files of another copy.
+        num_by_store: Files that the object store copied by itself; the copies were read back.
         seconds: The time that it took.
         was_there: Whether the target had the same checkpoint before.
         failure: Why there is no copy; empty if there is.
@@ -84,6 +85,7 @@ class CopiedCheckpoint:
     nbytes: int = 0
     num_kept: int = 0
     num_linked: int = 0
+    num_by_store: int = 0
     seconds: float = 0.0
     was_there: bool = False
     failure: str = ""
@@ -169,6 +171,8 @@ class _CheckpointCopy:
         self._target = target
         self._options = options
         self._is_over = threading.Event()
+        self._refusal_lock = threading.Lock()
+        self._is_refused = False
 
     def run(self) -> CopiedCheckpoint:
         data, manifest = read_manifest(self._source, self._folder)
@@ -269,7 +273,7 @@ class _CheckpointCopy:
         def copy(name: str) -> tuple[str, int]:
             return self._copy_file(folder, plan, files[name], was_there=name in before)
 
-        counts = {"nbytes": len(self._data), "num_kept": 0, "num_linked": 0}
+        counts = {"nbytes": len(self._data), "num_kept": 0, "num_linked": 0, "num_by_store": 0}
         with _bounded_pool(self._options.threads, self._is_over) as run:
             for kind, count in run(copy, names):
                 counts[kind] += count
@@ -282,6 +286,8 @@ class _CheckpointCopy:
                 return "num_kept", 1
             if isinstance(folder, LocalFolder) and self._is_linked(folder, plan, file):
                 return "num_linked", 1
+            if self._is_copied_by_store(folder, plan, file):
+                return "num_by_store", 1
             with translate_errors("copy {}", self._target.where, file.name):
                 return "nbytes", write_file(folder, file.name, self._pieces(plan, file))
         except CheckpointCorruptError as error:
@@ -328,6 +334,7 @@ class _CheckpointCopy:
             ):
                 for segment in plan.segments(file.name, file.nbytes):
                     found = theirs(segment.start, segment.stop)
+                    self._options.limit.take(found.nbytes)
                     if next(plan.damaged(segment, found), None) is not None:
                         return False
                     if not segment.chunks and found != ours(segment.start, segment.stop):
@@ -339,6 +346,26 @@ class _CheckpointCopy:
                 return not theirs(end, end + 1).nbytes
         except CheckpointCorruptError:
             return False
+
+    def _is_copied_by_store(self, folder: Folder, plan: ChunkPlaces, file: WholeFile) -> bool:
+        """Whether the object store copied the file by itself, without an upload, and the copy is right."""
+        if isinstance(folder, LocalFolder) or self._is_refused:
+            return False
+        try:
+            with translate_errors("have the store copy {}", folder, file.name):
+                is_copied = folder.share(self._folder, {file.name: 0})
+        except CheckpointError as error:
+            self._tell_refused(error)
+            return False
+        # A damaged source fails here, too; then its read names the damage.
+        return is_copied and self._is_kept(folder, plan, file)
+
+    def _tell_refused(self, error: CheckpointError) -> None:
+        """Log the first refusal; the store is not asked again."""
+        with self._refusal_lock:
+            is_first, self._is_refused = not self._is_refused, True
+        if is_first:
+            logger.warning("files of %s are read and written, as the store does not copy: %s", self._source, error)
 
     # --- hard links -----------------------------------------------------------------------------------------------
 

@@ -14,8 +14,6 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from awscrt.checksums import crc32c
-
 from dtckpt.checkpoint.foreign.dcp_metadata import structure_of
 from dtckpt.checkpoint.foreign.dcp_processes import segments_of
 from dtckpt.checkpoint.foreign.sstable import read_table
@@ -154,6 +152,8 @@ class _BundleReader:
         file = self._bundle.file(entry.shard)
         try:
             data = self._folder.read(file, entry.offset, entry.offset + entry.nbytes)
+            from awscrt.checksums import crc32c  # here, because most checkpoints are of other formats
+
             strings = parse_strings(data, count, entry.crc, crc32c)
         except (FileNotFoundError, MalformedError, IndexError, ValueError) as error:
             raise CheckpointCorruptError(f"the strings {name[:200]!r} in {file} are damaged: {error}") from None

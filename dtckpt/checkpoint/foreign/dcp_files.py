@@ -43,7 +43,8 @@ from dtckpt.storage.failures import MalformedError
 from dtckpt.storage.folder import Folder
 
 KIND = "dcp"
-MERGED = ("meta.pt", "common.pt")
+COMMON = "common.pt"
+MERGED = ("meta.pt", COMMON)
 """Files whose items are items of the whole state."""
 FORMAT_NAME = "metadata.json"
 ITEMS_SUFFIX = ".distcp"
@@ -165,7 +166,14 @@ def with_companions(
         }
         kept = set(trees.tensor_names(structure))
         tensors |= {each: tensor for each, tensor in value.tensors.items() if each in kept}
-    notes = tuple(megatron.notes_of(tensors, structure)) if FORMAT_NAME in files else ()
+    notes: tuple[str, ...] = ()
+    if FORMAT_NAME in files:
+        notes = tuple(megatron.notes_of(tensors, structure))
+        if not companions.keys() & {COMMON, megatron.COMMON_ITEM}:
+            refused[COMMON] = CheckpointCorruptError(
+                f"{folder}/{COMMON} is missing, which Megatron writes beside the tensors; use another copy, or restore "
+                "a part of the tree"
+            )
     return PieceIndex(index.kind, tensors, structure, refused, tuple(files), tuple(unread), notes)
 
 

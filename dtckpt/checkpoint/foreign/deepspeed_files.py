@@ -21,14 +21,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
-from dtckpt.checkpoint.foreign.deepspeed_fields import ModelFields, model_fields
+from dtckpt.checkpoint.foreign.deepspeed_fields import ModelFields, items_of, model_fields
+from dtckpt.checkpoint.foreign.deepspeed_layout import FP32
 from dtckpt.checkpoint.foreign.file_reads import read_each
 from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget, parse_pickle
-from dtckpt.checkpoint.foreign.torch_files import TorchStream, file_nbytes, open_stream
+from dtckpt.checkpoint.foreign.pickled_tensors import StorageView, is_tensor, tensor_view
+from dtckpt.checkpoint.foreign.torch_files import StreamTensor, TensorStreams, TorchStream, file_nbytes, open_stream
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_folder import LocalFolder
@@ -78,6 +81,8 @@ class DeepspeedFiles:
         self.budget = ReadBudget(str(folder))
         self._names = set(names)
         self._streams: dict[str, TorchStream] = {}
+        self._params: set[str] = set()
+        self._tensor_streams = TensorStreams(folder, budget=self.budget, parse=self._parse)
         self._values: dict[bytes, Any] = {}
         self._lock = Lock()
         """Of `_values`: threads that parse take turns anyway."""
@@ -87,13 +92,18 @@ class DeepspeedFiles:
     def _universal(self) -> dict[str, dict[str, str]]:
         """Return the files of a universal checkpoint: by parameter, by kind."""
         if not self.has(OPTIMIZER_STATE):
+            if UNIVERSAL in self._names:
+                raise CheckpointCorruptError(
+                    f"{self.folder}/{OPTIMIZER_STATE} is missing, and {UNIVERSAL}/ is there; use another copy, or "
+                    "restore another checkpoint"
+                )
             return {}
         below = self.folder / UNIVERSAL
         names = (
             [
                 f"{each.name}/{name}" if name else each.name
                 for each in os.scandir(below.path)
-                for name in (os.listdir(each.path) if each.is_dir() else [""])
+                for name in (os.listdir(each.path) or [f"{FP32}.pt"] if each.is_dir() else [""])
             ]
             if isinstance(below, LocalFolder)
             else [name.removeprefix(f"{UNIVERSAL}/") for name in self.folder.names(f"{UNIVERSAL}/")]
@@ -113,11 +123,11 @@ class DeepspeedFiles:
 
     def used(self) -> tuple[str, ...]:
         """Return the names of the files that were opened."""
-        return tuple(sorted(self._streams))
+        return tuple(sorted(self._params.union(self._streams)))
 
     def unread(self) -> tuple[str, ...]:
         """Return the names of the other files."""
-        return tuple(sorted(self._names.difference(self._streams)))
+        return tuple(sorted(self._names.difference(self._streams, self._params)))
 
     def matching(self, form: re.Pattern[str], mp: int) -> list[tuple[tuple[int, ...], str]]:
         """Return the files of a model slice whose names have a form that ends with its number.
@@ -140,15 +150,45 @@ class DeepspeedFiles:
     def open(self, name: str) -> TorchStream:
         """Read a file but for its elements. Blocks: on storage."""
         if name not in self._streams:
-            try:
+            with self._missing(name):
                 nbytes = file_nbytes(self.folder, name)
                 stream = open_stream(self.folder, name, 0, nbytes, budget=self.budget, parse=self._parse)
                 self._streams[name] = stream
                 # A piece has elements of its own in a vector, so the length of the file bounds the pieces.
                 self.budget.grow(nbytes)
-            except FileNotFoundError:
-                raise CheckpointCorruptError(f"{self.folder}/{name} is missing; restore another checkpoint") from None
         return self._streams[name]
+
+    def open_params(self, names: Iterable[str]) -> list[StreamTensor | int | float]:
+        """Read files of a universal checkpoint, but for their elements. Blocks: on storage.
+
+        Raises:
+            CheckpointCorruptError: A file is missing or damaged, or holds neither a tensor nor a number.
+        """
+        return read_each(self.folder, self._open_param, names)
+
+    def _open_param(self, name: str) -> StreamTensor | int | float:
+        def view_of(held: Any) -> StorageView | int | float:
+            is_bare = is_tensor(held) or type(held) in (int, float)
+            value = held if is_bare else items_of(held, name, self.budget).get("param")
+            if type(value) is int or type(value) is float:
+                return value
+            if not is_tensor(value):
+                raise CheckpointCorruptError(f"{self.folder}/{name} holds no tensor")
+            return tensor_view(value, name)
+
+        with self._missing(name):
+            nbytes = file_nbytes(self.folder, name)
+            stream = self._tensor_streams.read(name, 0, nbytes, view_of)
+        self.budget.grow(nbytes)
+        self._params.add(name)
+        return stream
+
+    @contextmanager
+    def _missing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise CheckpointCorruptError(f"{self.folder}/{name} is missing; restore another checkpoint") from None
 
     def _parse(self, data: bytes, where: str, budget: ReadBudget) -> Any:
         """Return the value of a pickle. Files of most processes, and of tensors of one shape, have the same."""

@@ -30,6 +30,7 @@ from dtckpt.checkpoint.foreign.deepspeed_files import (
     KIND,
     LAYER,
     OPTIMIZER_STATE,
+    UNIVERSAL,
     DeepspeedFiles,
 )
 from dtckpt.checkpoint.foreign.deepspeed_layout import (
@@ -54,11 +55,12 @@ from dtckpt.checkpoint.foreign.flat_vectors import BoxCounts, FlatPieces, FlatRa
 from dtckpt.checkpoint.foreign.pickle_syntax import NODE_NBYTES, TENSOR_NBYTES, Pairs, ReadBudget
 from dtckpt.checkpoint.foreign.pickled_tensors import is_tensor, tensor_view
 from dtckpt.checkpoint.foreign.pickled_tree import read_tree
-from dtckpt.checkpoint.foreign.torch_files import TorchStream
+from dtckpt.checkpoint.foreign.torch_files import StreamTensor, TorchStream
 from dtckpt.checkpoint.reading.pieces import MAX_PIECES, PieceIndex, PieceTensor
 from dtckpt.errors import CheckpointCorruptError, DtckptError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.names import name_of_key
+from dtckpt.layout.region import Region
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_folder import LocalFolder
 
@@ -490,31 +492,26 @@ class _Part:
         stream = self._files.open(OPTIMIZER_STATE)
         groups, rest = universal_fields(stream.zip.value, OPTIMIZER_STATE, self._tree.budget)
         shapes = {name: shape for group in fields.shapes for name, shape in group.items()} | fields.frozen_shapes
+        self._validate_kinds(fields)
         places = [(name, kind, file) for name, own in self._files.universal.items() for kind, file in own.items()]
         parameters: dict[str, dict[str, PieceTensor | float]] = {name: {} for name in self._files.universal}
-        for (name, kind, file), each in zip(places, self._files.open_all(file for _, _, file in places), strict=True):
-            held: Any = each.zip.value
-            value: Any = (
-                held
-                if is_tensor(held) or type(held) in (int, float)
-                else items_of(held, file, self._tree.budget).get("param")
-            )
-            if is_tensor(value):
-                tensor = self._vector(value, kind, each)
-                # From ZeRO 3, flat: only the model's files have the shape.
-                shape = shapes.get(name, tensor.shape)
-                if len(tensor.shape) == 1 and tensor.shape != shape and fields.world == 1:
-                    if tensor.shape[0] != math.prod(shape):
-                        raise CheckpointCorruptError(f"{file} has {tensor.shape[0]} elements, expected shape {shape}")
-                    vectors = FlatVectors([tensor], tensor.dtype)
-                    ranges = [FlatRange(tensor, 0, 0, tensor.shape[0])]
-                    own = self._name(*_path(name, kind))
-                    tensor = tensor_of_ranges(own, shape, ranges, vectors, self._tree.counts)
-                parameters[name][kind] = tensor
-            elif type(value) in (int, float):
-                parameters[name][kind] = value
-            else:
-                raise CheckpointCorruptError(f"{self._files.folder}/{file} holds no tensor")
+        opened = self._files.open_params(file for _, _, file in places)
+        for (name, kind, file), each in zip(places, opened, strict=True):
+            if not isinstance(each, StreamTensor):
+                parameters[name][kind] = each
+                continue
+            own, view = self._name(*_path(name, kind)), each.view
+            pieces = () if 0 in view.shape else (each.piece(Region.full(view.shape), file, 0),)
+            tensor = PieceTensor(own, view.shape, view.dtype, pieces)
+            # From ZeRO 3, flat: only the model's files have the shape.
+            shape = shapes.get(name, tensor.shape)
+            if len(tensor.shape) == 1 and tensor.shape != shape and fields.world == 1:
+                if tensor.shape[0] != math.prod(shape):
+                    raise CheckpointCorruptError(f"{file} has {tensor.shape[0]} elements, expected shape {shape}")
+                vectors = FlatVectors([tensor], tensor.dtype)
+                ranges = [FlatRange(tensor, 0, 0, tensor.shape[0])]
+                tensor = tensor_of_ranges(own, shape, ranges, vectors, self._tree.counts)
+            parameters[name][kind] = tensor
         for name in sorted(fields.shared.keys() & parameters.keys()):
             self._tree.notes.append(
                 f"{self._name('module', name)}: DeepSpeed ties it to {fields.shared[name][:80]!r}; its file may be the "
@@ -522,6 +519,20 @@ class _Part:
             )
         names = [list(group) for group in fields.shapes]
         return _Optimizer(parameters, with_names(groups, names, self._tree.budget), rest, stream)
+
+    def _validate_kinds(self, fields: ModelFields) -> None:
+        """Raise `CheckpointCorruptError` if a parameter lacks a file of a kind that others have."""
+        found = self._files.universal
+        apart = fields.shared.keys() | fields.frozen_shapes.keys()
+        trained = {name for group in fields.shapes for name in group if name not in apart}
+        kinds = {kind for name in trained & found.keys() for kind in found[name]}
+        for name in sorted(found.keys() | (trained if fields.world == 1 else ())):
+            for kind in sorted({FP32} | (kinds if name in trained else set())):
+                if kind not in found.get(name, {}):
+                    raise CheckpointCorruptError(
+                        f"{self._files.folder}/{UNIVERSAL}/{name[:200]}/{kind}.pt is missing; use another copy, or "
+                        "restore another checkpoint"
+                    )
 
     def _zero(self, mp: int, fields: ModelFields) -> _Optimizer | None:
         """Read the vectors of all processes; None without ZeRO."""

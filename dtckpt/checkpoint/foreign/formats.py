@@ -34,7 +34,13 @@ from dtckpt.checkpoint.foreign.safetensors_index import validate_alone
 from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.reading.pieces import PieceIndex, is_file_name
-from dtckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointVersionError, capped
+from dtckpt.errors import (
+    CheckpointError,
+    CheckpointIncompleteError,
+    CheckpointNotFoundError,
+    CheckpointVersionError,
+    capped,
+)
 from dtckpt.format.names import DCP_METADATA_NAME, is_own_segment
 from dtckpt.storage.failures import NOT_A_FILE, MalformedError, translate_errors
 from dtckpt.storage.folder import Folder, open_folder
@@ -202,7 +208,11 @@ def open_foreign(where: Location) -> CheckpointFiles | None:
         with nullcontext() if is_remote(where) else gc_paused():
             index = found.form.read_index(found.folder, found.names)
             if beside := [name for name in found.beside if name not in index.files]:
-                index = replace(index, unread=(*index.unread, *beside))
+                index = (
+                    index.with_rest(unread=beside)
+                    if isinstance(index, PieceIndex)
+                    else replace(index, unread=(*index.unread, *beside))
+                )
             if isinstance(index, ChunkIndex):
                 return ChunkFiles(found.folder, index)
             return PieceFiles(found.folder, index, is_remote=is_remote(where))
@@ -330,6 +340,11 @@ def not_understood(where: Location, error: CheckpointError) -> CheckpointError:
     if steps := [name for name in names if isinstance(where, Path) and orbax_files.is_step(where / name)]:
         return CheckpointNotFoundError(
             f"there is no checkpoint at {where}: it holds checkpoints of Orbax, {capped(steps)}; open one of these"
+        )
+    if any(name.endswith(dcp_files.ITEMS_SUFFIX) for name in names) and DCP_METADATA_NAME not in names:
+        return CheckpointIncompleteError(
+            f"{where}/{DCP_METADATA_NAME} is missing, without which {dcp_files.ITEMS_SUFFIX} files cannot be read; it "
+            "is written last: restore another checkpoint"
         )
     # A directory that nothing of ours is in was not left behind by a save.
     if names and not any(map(is_own_segment, names)):

@@ -326,6 +326,13 @@ class _FsdpReader:
 
     def _optimizer(self, streams: Mapping[int, TorchStream], flats: Sequence[_Shards]) -> trees.Node:
         """Return the node of the optimizers of all processes, which number the flat parameters in their order."""
+        ranks = {rank for flat in flats for rank, _, _ in flat.parts}
+        if lost := sorted(ranks - streams.keys()):
+            known = streams[min(streams)].file
+            raise CheckpointCorruptError(
+                f"the optimizer's file of process {capped(map(str, lost))} is missing in {self._folder}, and {known} "
+                "is there; use another copy, or restore another checkpoint"
+            )
         found = [(streams[rank], dict(_items(streams[rank]))) for rank in sorted(streams)]
         numbered = [(stream, dict(_by_text(fields["state"], stream))) for stream, fields in found]
         if any(each.keys() - set(map(str, range(len(flats)))) for _, each in numbered):

@@ -157,6 +157,26 @@ class _PartsReader:
         for name in self._names:
             if name in DOCUMENTS:
                 self._read_document(name)
+        self._note_missing()
+
+    def _note_missing(self) -> None:
+        """Note the parts that a folder of a training has as a rule, and this one has not."""
+        if "adapter_config" in self.items and "adapter" not in self.items and "adapter" not in self.refused:
+            raise CheckpointCorruptError(
+                f"{self._folder}/adapter_model.safetensors is missing, and adapter_config.json is there; use another "
+                "copy"
+            )
+        if not {"trainer_state", "rng"} & {*self.items, *self.refused}:
+            return
+        kinds = {each.partition("_")[0] for each in (*self.items, *self.refused)}
+        for files, any_of in (
+            ("model.safetensors or pytorch_model.bin", {"model", "module", "adapter"}),
+            ("optimizer.pt or optimizer.bin", {"optimizer"}),
+            ("scheduler.pt or scheduler.bin", {"scheduler", "lr"}),
+            (f"{_RANDOM_ALONE} or {_RANDOM[0].format(0)}", {"rng"}),
+        ):
+            if not any_of & kinds:
+                self.notes.append(f"there is no {files} in the folder, so the tree lacks this part")
 
     # --- models -------------------------------------------------------------------------------------------------
 

@@ -18,18 +18,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+
+from typing_extensions import override
 
 from dtckpt.checkpoint.foreign import megatron
-from dtckpt.checkpoint.foreign.dcp_files import FORMAT_NAME, MAX_FORMAT_NBYTES, with_companions
+from dtckpt.checkpoint.foreign.dcp_files import COMMON, FORMAT_NAME, ITEMS_SUFFIX, MAX_FORMAT_NBYTES, with_companions
 from dtckpt.checkpoint.foreign.dcp_metadata import StoredItem, merge
 from dtckpt.checkpoint.foreign.dcp_processes import Value, read_value
 from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget
 from dtckpt.checkpoint.foreign.torch_files import file_nbytes
 from dtckpt.checkpoint.foreign.zarr_arrays import ZarrArray, parse_zarr2
-from dtckpt.checkpoint.reading.pieces import MAX_SHOWN, Piece, PieceIndex, PieceTensor, c_strides
+from dtckpt.checkpoint.reading.pieces import MAX_SHOWN, Piece, PieceIndex, PieceTensor, RulePieces, c_strides
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, DtckptError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.codecs import NO_CODEC
@@ -40,7 +41,6 @@ from dtckpt.storage.local_folder import LocalFolder
 
 KIND = "megatron"
 BACKEND = "zarr"
-COMMON = "common.pt"
 _DOCUMENT = ".zarray"
 _LOCKS = ".sync"
 _SHARD = re.compile(r"shard_[0-9._]+\.pt")
@@ -68,6 +68,11 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
         CheckpointVersionError: The format is of another name or version.
     """
     data = folder.read_whole(FORMAT_NAME, MAX_FORMAT_NBYTES)
+    if any(name.endswith(ITEMS_SUFFIX) for name in names):
+        raise CheckpointCorruptError(
+            f"{folder}/{DCP_METADATA_NAME} is missing, without which {ITEMS_SUFFIX} files cannot be read; use another "
+            "copy, or restore another checkpoint"
+        )
     if not megatron.is_format(data, f"{folder}/{FORMAT_NAME}", BACKEND):
         raise CheckpointVersionError(f"{folder}/{FORMAT_NAME} names no format, expected that of Megatron")
     below = _below(folder, set(names))
@@ -99,6 +104,32 @@ def _below(folder: Folder, names: Collection[str]) -> Mapping[str, set[str]]:
         if file and not key.endswith(_LOCKS):
             found.setdefault(key, set()).add(file)
     return found
+
+
+class _GridPieces(RulePieces):
+    """The chunks of an array as pieces.
+
+    Args:
+        array: The array.
+        keys: The names of the chunks' files, in row-major order.
+    """
+
+    def __init__(self, array: ZarrArray, keys: Sequence[str]) -> None:
+        self._array = array
+        self.extents = [(key, 0, array.chunk_nbytes) for key in keys]
+        self.key = array.path, array.grid
+        self.largest_shape = tuple(map(min, array.grid.shape, array.grid.chunk_shape))
+
+    @override
+    def __len__(self) -> int:
+        return len(self.extents)
+
+    @override
+    def __iter__(self) -> Iterator[Piece]:
+        chunk = self._array.grid.chunk_shape
+        for region, file, _ in self._array.plain_places():
+            # A chunk at the edge is stored whole, and only a part of it belongs to the tensor.
+            yield Piece(region, file, 0, None if region.shape == chunk else c_strides(chunk))
 
 
 class _TensorFolders:
@@ -137,7 +168,7 @@ class _TensorFolders:
             pieces = self._pieces(array, key, files)
             self.tensors[name] = PieceTensor(name, array.grid.shape, array.dtype, pieces)
             self.items.append([key, {"tensor": name}])
-            used.update(piece.file.rpartition("/")[2] for piece in pieces)
+            used.update(file.rpartition("/")[2] for file, _, _ in pieces.extents)
         except CheckpointVersionError as error:
             self.refused[name] = error
             used.update(files)
@@ -157,25 +188,25 @@ class _TensorFolders:
             )
         return array
 
-    def _pieces(self, array: ZarrArray, key: str, files: Collection[str]) -> tuple[Piece, ...]:
+    def _pieces(self, array: ZarrArray, key: str, files: Collection[str]) -> _GridPieces:
         """Return a piece for each chunk.
 
         Raises:
             CheckpointCorruptError: A chunk's file is missing.
         """
+        prefix = f"{key}/"
         # No more of them than could be there: the document may claim any number.
-        places = list(islice(array.plain_places(), len(files) + MAX_SHOWN))
-        lost = [f"{file} with {region}" for region, file, _ in places if file.rpartition("/")[2] not in files]
+        count = min(array.grid.num_chunks, len(files) + MAX_SHOWN)
+        keys = [array.key(array.grid.index(number)) for number in range(count)]
+        lost = [number for number, each in enumerate(keys) if each.removeprefix(prefix) not in files]
         if lost:
+            regions = (array.grid.region(array.grid.index(number)) for number in lost)
+            shown = [f"{keys[number]} with {region}" for number, region in zip(lost[:MAX_SHOWN], regions, strict=False)]
             raise CheckpointCorruptError(
-                f"{self._folder}: chunks of {key[:200]!r} are missing: {', '.join(lost[:MAX_SHOWN])}; use another "
-                "copy, or restore another checkpoint"
+                f"{self._folder}: chunks of {key[:200]!r} are missing: {', '.join(shown)}; use another copy, or "
+                "restore another checkpoint"
             )
-        chunk = array.grid.chunk_shape
-        # A chunk at the edge is stored whole, and only a part of it belongs to the tensor.
-        return tuple(
-            Piece(region, file, 0, None if region.shape == chunk else c_strides(chunk)) for region, file, _ in places
-        )
+        return _GridPieces(array, keys)
 
     def _add_shard(self, key: str, file: str) -> None:
         """Add a sharded object under the name that it has in newer checkpoints."""

@@ -16,11 +16,13 @@ Sources: docs of orbax.checkpoint, "Checkpoint format"; _src/path/{format_utils,
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from dtckpt.checkpoint.foreign import orbax_metadata
@@ -53,6 +55,7 @@ MSGPACK = "checkpoint"
 _MAPS = {bytes([byte]) for byte in (*range(0x80, 0x90), 0xDE, 0xDF)}
 """The first byte of a map of MessagePack."""
 MAX_METADATA_NBYTES = 64 << 20
+_MAX_DEPTH = 64
 _UNNAMED = ("default",)
 _UNNAMED_V1 = ("state", "pytree")
 OWN_NAMES = re.compile(
@@ -60,6 +63,11 @@ OWN_NAMES = re.compile(
     r"|manifest\.ocdbt|d|ocdbt_data|ocdbt_meta|ocdbt\.process_\w+"
 )
 """Names of files and folders that Orbax itself uses."""
+_OWN_FOLDERS = re.compile(r"array_metadatas|d|ocdbt_data|ocdbt_meta|ocdbt\.process_\w+")
+_OWN_FILES = re.compile(r"process_[0-9]+|manifest\.\w+|[0-9a-f]{32}")
+"""Names of the files in them."""
+_OF_TREE = re.compile(r"_sharding|_strings\.json|array_metadatas|manifest\.ocdbt|ocdbt\.process_\w+")
+"""Those beside the metadata of a tree of arrays."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -113,7 +121,17 @@ def read_index(folder: Folder, names: Collection[str]) -> ChunkIndex:
             tuple(item.unread),
             tuple(item.notes),
         )
+    _validate_item(folder, names)
     return _read_items(folder, names)
+
+
+def _validate_item(folder: Folder, names: Collection[str]) -> None:
+    """Raise `CheckpointCorruptError` if a folder has the files of a tree, by the names in it, but for their index."""
+    if TREE_METADATA not in names and any(map(_OF_TREE.fullmatch, names)):
+        raise CheckpointCorruptError(
+            f"{folder}/{TREE_METADATA} is missing, and files of a tree are there; use another copy, or restore another "
+            "checkpoint"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +166,8 @@ def _read_items(folder: Folder, names: Collection[str]) -> ChunkIndex:
         item = _read_item(folder, name, () if name in unnamed else (name,))
         if item is None:
             unread += [name] if name in named or name in others else []
+            if (lost := _lost(folder / name)) is not None:
+                refused[name] = lost
             continue
         structure, clashes = merge(structure, item.node)
         refused |= item.refused
@@ -186,6 +206,22 @@ def _read_item(folder: Folder, name: str, at: Path) -> _Item | None:
         if not at and "dict" not in node:
             return None
         return _Item({"dict": [[name, node]]} if at else node, files=[name], unread=rest)
+    return None
+
+
+def _lost(folder: Folder) -> DtckptError | None:
+    """Return why the folder of an item cannot be read, if a file of it is missing."""
+    if not isinstance(folder, LocalFolder):
+        return None
+    try:
+        names = folder.names()
+        _validate_item(folder, names)
+        if all(map(OWN_NAMES.fullmatch, names)):
+            return CheckpointCorruptError(f"{folder}/metadata is missing; use another copy, or restore another step")
+    except CheckpointCorruptError as error:
+        return error
+    except OSError:
+        return None
     return None
 
 
@@ -239,10 +275,50 @@ def _read_tree(folder: Folder, store: str, names: Collection[str], at: Path = ()
     folders = {leaf.name.split("/")[0] for leaf in tree.leaves}
     prefix = f"{store}/" if store else ""
     unread = [f"{prefix}{name}" for name in sorted(names) if not OWN_NAMES.fullmatch(name) and name not in folders]
+    if isinstance(where, LocalFolder):
+        own = [name for name in sorted(names) if _OWN_FOLDERS.fullmatch(name)]
+        unread += [f"{prefix}{each}" for name in own for each in _strangers(where, name, _is_own_file)]
+        is_of_array = partial(_is_of_array, arrays, "zarr.json" if tree.is_zarr3 else ".zarray")
+        plain = [] if reader.has_database else sorted(folders.intersection(names))
+        unread += [f"{prefix}{each}" for name in plain for each in _strangers(where, name, is_of_array)]
     if tree.custom:
         unread.append(f"{prefix}{TREE_METADATA}: custom_metadata")
     files = [f"{prefix}{name}" for name in names if f"{prefix}{name}" not in unread]
     return _Item(structure_of(nodes), tensors, {store: reader}, refused, files, unread, notes)
+
+
+def _strangers(where: LocalFolder, below: str, is_known: Callable[[str], bool]) -> Iterator[str]:
+    """Yield the files in a folder that are not known; links are not followed. Blocks: on storage."""
+    pending = [below]
+    while pending:  # not by recursion: a stranger's directories may be deeper than Python's stack
+        folder = pending.pop()
+        try:
+            names = sorted(os.listdir(f"{where.path}/{folder}"))
+        except NotADirectoryError:
+            yield folder
+            continue
+        for place in (f"{folder}/{name}" for name in names):
+            # First what needs no look at the file: there may be very many.
+            if is_known(place):
+                continue
+            path = f"{where.path}/{place}"
+            if place.count("/") < _MAX_DEPTH and os.path.isdir(path) and not os.path.islink(path):
+                pending.append(place)
+            else:
+                yield place
+
+
+def _is_own_file(place: str) -> bool:
+    return _OWN_FILES.fullmatch(place.rpartition("/")[2]) is not None
+
+
+def _is_of_array(arrays: Mapping[str, ZarrArray | DtckptError], document: str, place: str) -> bool:
+    """Whether a file is the document or a chunk of an array, or lies in the folder of an array that is refused."""
+    folder = place
+    while folder := folder.rpartition("/")[0]:  # the parts of a key may be folders
+        if (array := arrays.get(folder)) is not None:
+            return isinstance(array, DtckptError) or place == f"{folder}/{document}" or array.has_key(place)
+    return False
 
 
 def _random_keys(where: Folder, names: Collection[str]) -> dict[str, str]:

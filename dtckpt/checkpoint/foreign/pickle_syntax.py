@@ -255,6 +255,12 @@ class _Machine:
                 elif code == _BINPUT and data[position] == len(memo):
                     memo.append(stack[-1])
                     position += 1
+                elif code == _LONG_BINPUT and data[position : position + 4] == len(memo).to_bytes(4, "little"):
+                    memo.append(stack[-1])
+                    position += 4
+                elif code == _TUPLE2:
+                    second = stack.pop()
+                    stack[-1] = (stack[-1], second)
                 elif code == _STOP:
                     return stack.pop()
                 else:
@@ -389,7 +395,7 @@ def _paired(items: list[Any]) -> list[tuple[Any, Any]]:
 
 _BYTE, _SHORT, _INT, _UINT = struct.Struct("<B"), struct.Struct("<H"), struct.Struct("<i"), struct.Struct("<I")
 _ULONG, _DOUBLE = struct.Struct("<Q"), struct.Struct(">d")
-_STOP, _MARK, _MEMOIZE, _BINGET, _LONG_BINGET, _BINPUT, _BININT1 = b".(\x94hjqK"
+_STOP, _MARK, _MEMOIZE, _BINGET, _LONG_BINGET, _BINPUT, _LONG_BINPUT, _BININT1, _TUPLE2 = b".(\x94hjqrK\x86"
 _EMPTY_TUPLE, _NEWOBJ, _REDUCE, _TUPLE1, _BUILD, _EMPTY_DICT = b")\x81R\x85b}"
 _SET, _FROZENSET, _BYTEARRAY = (Global(f"builtins.{name}") for name in ("set", "frozenset", "bytearray"))
 _ABSENT = object()

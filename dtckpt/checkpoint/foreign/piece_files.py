@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from awscrt.checksums import crc32, crc32c
 from typing_extensions import override
 
 from dtckpt.checkpoint.foreign.torch_files import PieceLocator
@@ -321,6 +320,8 @@ class PieceFiles(CheckpointFiles):
                 self._sound.add((piece.file, checked))
 
     def _validate_checked(self, file: str, checked: CheckedBytes) -> None:
+        from awscrt.checksums import crc32, crc32c  # here, because commands that only look do without
+
         crc, stop = 0, checked.start + checked.nbytes
         update = crc32c if checked.is_castagnoli else crc32
         for start in range(checked.start, stop, BATCH_NBYTES):
@@ -353,7 +354,7 @@ class PieceFiles(CheckpointFiles):
 
 def _facts(pieces: tuple[Piece, ...] | RulePieces) -> object:
     """Return the facts by which pieces differ from others."""
-    if isinstance(pieces, RulePieces):
+    if not isinstance(pieces, tuple):
         return pieces.key
     return [(each.region.offset, each.region.shape, each.file, each.offset) for each in pieces]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 from dtckpt.checkpoint.foreign import safetensors_index
 from dtckpt.checkpoint.foreign.safetensors_index import (
@@ -74,7 +73,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
         headers = dict(zip(files, pool.map(lambda file: read_header(folder, file), files), strict=True))
     read = index_of(str(folder), headers, index)
-    return replace(read, unread=(*sorted(set(names).difference(read.files)), *read.unread))
+    return read.with_rest(unread=sorted(set(names).difference(read.files)))
 
 
 def _chosen(folder: Folder, names: Collection[str]) -> tuple[str | None, Sequence[str]]:

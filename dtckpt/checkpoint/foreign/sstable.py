@@ -18,8 +18,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from awscrt.checksums import crc32c
-
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
 
 MAGIC = bytes.fromhex("57fb808b247547db")
@@ -109,6 +107,8 @@ def _block(data: bytes, first: int, nbytes: int, where: str) -> bytes:
     if stop + _TRAILER_NBYTES > len(data):
         raise ValueError("a block would end behind the file")
     kind, masked = data[stop], int.from_bytes(data[stop + 1 : stop + _TRAILER_NBYTES], "little")
+    from awscrt.checksums import crc32c  # here, because most checkpoints are of other formats
+
     if crc32c(data[first : stop + 1]) != unmask(masked):
         raise ValueError("the CRC of a block does not match")
     if kind != _PLAIN:
@@ -189,6 +189,8 @@ class _Block:
         data = bytes(self._data) + struct.pack(f"<{len(self._restarts) + 1}I", *self._restarts, len(self._restarts))
         handle = varint(len(table)) + varint(len(data))
         data += bytes([_PLAIN])
+        from awscrt.checksums import crc32c  # here, as above
+
         table += data + struct.pack("<I", mask(crc32c(data)))
         return handle
 

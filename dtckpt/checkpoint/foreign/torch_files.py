@@ -12,14 +12,16 @@ Its first and last bytes tell where they are::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from dtckpt.checkpoint.foreign.file_reads import read_each
 from dtckpt.checkpoint.foreign.pickle_syntax import ReadBudget, parse_pickle
 from dtckpt.checkpoint.foreign.pickled_tensors import StorageView, tensor_view
 from dtckpt.checkpoint.foreign.pickled_tree import Leaf, read_tree
@@ -38,7 +40,9 @@ from dtckpt.format import tree as trees
 from dtckpt.layout.region import Region
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_folder import LocalFolder
-from dtckpt.storage.regular_files import regular_nbytes
+from dtckpt.storage.regular_files import open_regular, regular_nbytes
+
+T = TypeVar("T")
 
 KIND = "torch"
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -76,7 +80,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
     indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
     alone = next((name for name in WHOLE if name in names), None if indexes else next(iter(names)))
     if alone is not None:
-        return replace(_read_file(folder, alone), unread=tuple(sorted(set(names) - {alone})))
+        return _read_file(folder, alone).with_rest(unread=sorted(set(names) - {alone}))
     if len(indexes) > 1:
         raise CheckpointCorruptError(f"{folder} holds several models: {', '.join(indexes)[:200]}; open one by its path")
     return _read_parts(folder, indexes[0], names)
@@ -84,11 +88,26 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
 
 def _read_file(folder: Folder, name: str) -> PieceIndex:
     try:
-        stream = open_stream(folder, name, 0, file_nbytes(folder, name))
+        with _held(folder, name) as (nbytes, read_file):
+            stream = open_stream(folder, name, 0, nbytes, read_file)
+            tree = read_tree(stream.zip.value, budget=stream.zip.budget)
+            tensors = stream.tensors(tree.leaves)
     except FileNotFoundError:
         raise CheckpointCorruptError(f"{folder}/{name} is missing") from None
-    tree = read_tree(stream.zip.value, budget=stream.zip.budget)
-    return PieceIndex(KIND, stream.tensors(tree.leaves), tree.node, tree.refused, files=(name,))
+    return PieceIndex(KIND, tensors, tree.node, tree.refused, files=(name,))
+
+
+@contextmanager
+def _held(folder: Folder, name: str) -> Iterator[tuple[int, Read]]:
+    """Yield the size of a file, and what reads it: a local file stays open, as each storage takes a small read."""
+    if not isinstance(folder, LocalFolder):
+        yield file_nbytes(folder, name), partial(folder.read, name)
+        return
+    descriptor, nbytes = open_regular(f"{folder.path}/{name}")
+    try:
+        yield nbytes, lambda start, stop: os.pread(descriptor, stop - start, start)
+    finally:
+        os.close(descriptor)
 
 
 def _read_parts(folder: Folder, name: str, names: Collection[str]) -> PieceIndex:
@@ -126,9 +145,12 @@ def file_nbytes(folder: Folder, name: str) -> int:
 
 HEAD_NBYTES = 1024
 """Bytes from the start of a stream that hold all that is in front of the elements of one tensor."""
-WHOLE_NBYTES = 16 << 10
+WHOLE_NBYTES = 64 << 10
 """Streams that are read at once: to read their ends alone would take longer."""
-_NUM_THREADS = 16
+SERIALIZATION_ID = ".data/serialization_id"
+"""The record in which PyTorch hashes the CRCs of all others; it tells nothing about them."""
+_KEY_NBYTES = 64
+_MAX_FRAMES = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,11 +158,13 @@ class TorchStream:
     """A file of ``torch.save``, or a part of a file.
 
     Args:
+        folder: The folder that the file is in.
         zip: Its records.
         file: Name of the file.
         offset: Its first byte in the file.
     """
 
+    folder: Folder
     zip: TorchZip
     file: str
     offset: int
@@ -171,9 +195,7 @@ class TorchStream:
         """Return the begin and the record of each storage. Blocks: on storage."""
         if len(storages) <= 1:
             return [self.zip.storage(*storage) for storage in storages]
-        # Each is one small read, which takes long elsewhere.
-        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-headers") as pool:
-            return list(pool.map(lambda storage: self.zip.storage(*storage), storages))
+        return read_each(self.folder, lambda storage: self.zip.storage(*storage), storages)
 
     def _pieces(self, view: StorageView, places: Mapping[tuple[str, int], tuple[int, int]]) -> tuple[Piece, ...]:
         # A tensor without elements has no pieces.
@@ -203,9 +225,69 @@ def _array(name: str, array: np.ndarray[Any, Any]) -> PieceTensor:
     return PieceTensor(name, array.shape, array.dtype.name, (), elements=array)
 
 
+class _Ends:
+    """Both ends of a stream, which are read at once; a small stream is read whole.
+
+    Args:
+        read: Reads the stream.
+        nbytes: Its bytes.
+    """
+
+    __slots__ = ("_read", "head", "nbytes", "tail", "tail_start")
+
+    def __init__(self, read: Read, nbytes: int) -> None:
+        self._read = read
+        self.nbytes = nbytes
+        if nbytes <= WHOLE_NBYTES:
+            self.head = self.tail = read(0, nbytes)
+            self.tail_start = 0
+        else:
+            self.head = read(0, HEAD_NBYTES)
+            self.tail_start = nbytes - TAIL_NBYTES
+            self.tail = read(self.tail_start, nbytes)
+
+    def read(self, start: int, stop: int) -> bytes:
+        """Return bytes of the stream; fewer where it ends before. Blocks: on storage, between the ends."""
+        if start >= self.tail_start:
+            return self.tail[start - self.tail_start : stop - self.tail_start]
+        return self.head[start:stop] if stop <= len(self.head) else self._read(start, stop)
+
+    def has(self, start: int, part: bytes) -> bool:
+        """Whether bytes are at a position in one of the ends."""
+        if start >= self.tail_start:
+            return self.tail.startswith(part, start - self.tail_start)
+        return self.head.startswith(part, start)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamTensor:
+    """A stream that holds one tensor.
+
+    Args:
+        view: The tensor.
+        start: Position of its storage in the stream.
+        crc: CRC of the storage; 0 if PyTorch took no CRC.
+    """
+
+    view: StorageView
+    start: int
+    crc: int
+
+    def piece(self, region: Region, file: str, offset: int, *, first: int = 0) -> Piece:
+        """Return the piece that the tensor, or a range of it in C order, is.
+
+        Args:
+            region: The box that it is of the whole tensor.
+            file: Name of the file.
+            offset: The first byte of the stream in the file.
+            first: The range's first byte in the view.
+        """
+        return _piece(self.view, region, file, offset + self.start, self.crc, first=first)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Frame:
-    """All bytes of a small stream but the elements and their CRC. Most chunks of a tensor have the same.
+    """All bytes of a stream that do not follow from the elements. Most streams of tensors of one shape have the same.
 
     Args:
         view: The tensor.
@@ -222,21 +304,84 @@ class _Frame:
     parts: tuple[tuple[int, bytes], ...]
 
     @classmethod
-    def of(cls, data: bytes, view: StorageView, start: int, record: Record) -> _Frame:
-        """Return the frame of a stream."""
-        parts = tuple(
-            (first, data[first:stop])
-            for first, stop in ((0, start), (record.end, record.crc_start), (record.crc_start + CRC_NBYTES, len(data)))
-        )
-        return cls(view, start, record.crc_start, len(data), parts)
+    def of(cls, ends: _Ends, zip_: TorchZip, view: StorageView, start: int, record: Record) -> _Frame | None:
+        """Return the frame of a stream; None if its ends do not hold the frame."""
+        if start > len(ends.head) or record.end < ends.tail_start:
+            return None
+        holes = [(start, record.end), (record.crc_start, record.crc_start + CRC_NBYTES)]
+        if (stamp := zip_.records.get(f"{zip_.prefix}{SERIALIZATION_ID}")) is not None:
+            holes.append((stamp.stop - stamp.nbytes, stamp.end))
+            holes.append((stamp.crc_start, stamp.crc_start + CRC_NBYTES))
+        bounds = [0, *(bound for hole in sorted(holes) for bound in hole), ends.nbytes]
+        parts = tuple((first, ends.read(first, stop)) for first, stop in zip(bounds[::2], bounds[1::2], strict=True))
+        return cls(view, start, record.crc_start, ends.nbytes, parts)
 
-    def is_of(self, data: bytes) -> bool:
+    def is_of(self, ends: _Ends) -> bool:
         """Whether a stream has this frame."""
-        return len(data) == self.nbytes and all(data.startswith(part, first) for first, part in self.parts)
+        return ends.nbytes == self.nbytes and all(ends.has(first, part) for first, part in self.parts)
 
-    def crc(self, data: bytes) -> int:
-        """Return the CRC of the storage of a stream that has this frame."""
-        return int.from_bytes(data[self.crc_start : self.crc_start + CRC_NBYTES], "little")
+    def stream(self, ends: _Ends) -> StreamTensor:
+        """Return the stream that has this frame."""
+        crc = ends.read(self.crc_start, self.crc_start + CRC_NBYTES)
+        return StreamTensor(self.view, self.start, int.from_bytes(crc, "little"))
+
+
+class TensorStreams:
+    """Reads streams that hold one tensor each. Thread-safe.
+
+    To parse a stream takes ten times as long as to compare its frame with that of an earlier one.
+
+    Args:
+        folder: The folder that their files are in.
+        read: Reads bytes from a position to another position of a file; None: ``folder.read``.
+        budget: As for `dtckpt.checkpoint.foreign.pickle_syntax.parse_pickle`.
+        parse: As for `dtckpt.checkpoint.foreign.torch_zip.read_zip`.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        read: Callable[[str, int, int], bytes] | None = None,
+        *,
+        budget: ReadBudget | None = None,
+        parse: Parse = parse_pickle,
+    ) -> None:
+        self._folder = folder
+        self._read = folder.read if read is None else read
+        self._budget = budget
+        self._parse = parse
+        self._frames: dict[bytes, _Frame] = {}
+        """By the first bytes, which have the name of the stream: DeepSpeed's differ by the kind of the tensor."""
+
+    def read(self, file: str, offset: int, nbytes: int, view_of: Callable[[Any], StorageView | T]) -> StreamTensor | T:
+        """Return the tensor of a stream. Blocks: on storage.
+
+        Args:
+            file: Name of the file.
+            offset: The first byte of the stream.
+            nbytes: Bytes of the stream.
+            view_of: Returns the tensor in the stream's value, or something else, which is returned.
+
+        Raises:
+            CheckpointCorruptError: The stream is damaged.
+            CheckpointVersionError: The stream was not written by ``torch.save``, or not by a version that is known.
+        """
+        ends = _Ends(lambda start, stop: self._read(file, offset + start, offset + min(stop, nbytes)), nbytes)
+        key = ends.head[:_KEY_NBYTES]
+        frame = self._frames.get(key)
+        if frame is not None and frame.is_of(ends):
+            return frame.stream(ends)
+        where = _where(self._folder, file, offset)
+        zip_ = read_zip(ends.read, nbytes, where, self._budget, self._parse)
+        view = view_of(zip_.value)
+        if not isinstance(view, StorageView):
+            return view
+        start, record = zip_.storage(view.key, view.storage_nbytes)
+        if (frame := _Frame.of(ends, zip_, view, start, record)) is not None:
+            if len(self._frames) >= _MAX_FRAMES:
+                self._frames = {}  # a new one: other threads look at the old one
+            self._frames[key] = frame
+        return StreamTensor(view, start, record.crc)
 
 
 def open_stream(
@@ -269,31 +414,12 @@ def open_stream(
         bounds = offset + start, offset + min(stop, nbytes)
         return folder.read(file, *bounds) if read_file is None else read_file(*bounds)
 
-    where = f"{folder}/{file}" if offset == 0 else f"{folder}/{file}, from byte {offset}"
-    return TorchStream(read_zip(_with_windows(read, nbytes), nbytes, where, budget, parse), file, offset)
+    zip_ = read_zip(_Ends(read, nbytes).read, nbytes, _where(folder, file, offset), budget, parse)
+    return TorchStream(folder, zip_, file, offset)
 
 
-def _with_windows(read: Read, nbytes: int) -> Read:
-    """Return a function that reads as `read` does, but reads both ends of the file only once.
-
-    Args:
-        read: Reads the file.
-        nbytes: Its bytes.
-    """
-    if nbytes <= WHOLE_NBYTES:
-        whole = read(0, nbytes)
-        return lambda start, stop: whole[start:stop]
-    head, tail_start = read(0, HEAD_NBYTES), nbytes - TAIL_NBYTES
-    tail = read(tail_start, nbytes)
-
-    def windowed(start: int, stop: int) -> bytes:
-        if stop <= len(head):
-            return head[start:stop]
-        if start >= tail_start:
-            return tail[start - tail_start : stop - tail_start]
-        return read(start, stop)
-
-    return windowed
+def _where(folder: Folder, file: str, offset: int) -> str:
+    return f"{folder}/{file}" if offset == 0 else f"{folder}/{file}, from byte {offset}"
 
 
 class PieceLocator:
@@ -306,9 +432,7 @@ class PieceLocator:
 
     def __init__(self, folder: Folder, read: Callable[[str, int, int], bytes] | None = None) -> None:
         self._folder = folder
-        self._read = folder.read if read is None else read
-        # To parse a small stream takes ten times as long as to compare its frame with the latest one.
-        self._latest: _Frame | None = None
+        self._streams = TensorStreams(folder, read)
 
     def locate(self, tensor: PieceTensor, piece: Piece) -> Piece:
         """Return a piece of a tensor with the place of its elements. Blocks: on storage.
@@ -320,7 +444,10 @@ class PieceLocator:
         """
         if piece.stream_nbytes is None:
             return piece
-        view, start, crc = self._parse(tensor.name, piece.file, piece.offset, piece.stream_nbytes)
+        stream = self._streams.read(
+            piece.file, piece.offset, piece.stream_nbytes, lambda value: tensor_view(value, tensor.name)
+        )
+        view = stream.view
         held = StreamRange(piece.region.shape, 0) if piece.stream_range is None else piece.stream_range
         is_flat = piece.stream_range is None or view.strides == c_strides(view.shape)
         if view.shape != held.shape or view.dtype != tensor.dtype or not is_flat:
@@ -328,20 +455,6 @@ class PieceLocator:
                 f"{self._folder}/{piece.file} holds, from byte {piece.offset}, {view.dtype} of shape {view.shape}, "
                 f"expected {tensor.dtype} of shape {held.shape} in C order for tensor {tensor.name!r}"
             )
-        first = held.start * tensor.itemsize
-        place = _piece(view, piece.region, piece.file, piece.offset + start, crc, first=first)
+        place = stream.piece(piece.region, piece.file, piece.offset, first=held.start * tensor.itemsize)
         tensor.validate_piece(place)
         return place
-
-    def _parse(self, name: str, file: str, offset: int, nbytes: int) -> tuple[StorageView, int, int]:
-        """Return the tensor of a stream, and the position and the CRC of its storage."""
-        data = self._read(file, offset, offset + nbytes) if nbytes <= WHOLE_NBYTES else None
-        frame = self._latest  # once, because other threads set it
-        if data is not None and frame is not None and frame.is_of(data):
-            return frame.view, frame.start, frame.crc(data)
-        stream = open_stream(self._folder, file, offset, nbytes, partial(self._read, file))
-        view = tensor_view(stream.zip.value, name)
-        start, record = stream.zip.storage(view.key, view.storage_nbytes)
-        if data is not None:
-            self._latest = _Frame.of(data, view, start, record)
-        return view, start, record.crc

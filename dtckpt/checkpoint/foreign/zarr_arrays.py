@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from awscrt.checksums import crc32c
 
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError, RegionError
 from dtckpt.format.codecs import NO_CODEC, chunk_bounds
@@ -36,6 +35,7 @@ MAX_INNER_CHUNKS = 1 << 16
 _ENTRY_NBYTES = 16
 """Bytes of an inner chunk's entry in the index of a shard: the first byte, and the number of bytes."""
 _CRC_NBYTES = 4
+_MAX_DIGITS = 20
 _MISSING = (1 << 64) - 1
 _NAMES3 = {name: name for name, dtype in DTYPES.items() if dtype.name == name}
 """Name of an element type by its name in a document of Zarr v3."""
@@ -82,6 +82,19 @@ class ZarrArray:
         """Return the key of a chunk."""
         return f"{self.path}/{self.separator.join((*self.key_parts, *map(str, index))) or '0'}"
 
+    def has_key(self, key: str) -> bool:
+        """Whether a key is that of a chunk."""
+        first = len(self.key_parts)
+        parts = key.removeprefix(f"{self.path}/").split(self.separator)[first:] if self.grid.counts else []
+        if not all(part.isascii() and part.isdecimal() and len(part) < _MAX_DIGITS for part in parts):
+            return False
+        index = tuple(map(int, parts))
+        return (
+            len(index) == len(self.grid.counts)
+            and all(position < count for position, count in zip(index, self.grid.counts, strict=True))
+            and key == self.key(index)
+        )
+
     def plain_places(self) -> Iterator[tuple[Region, str, int]]:
         """Yield the box, the key and the first byte of each chunk of an array without compression."""
         if self.codec == NO_CODEC and self.inner is None:
@@ -124,6 +137,8 @@ class ZarrArray:
         if start < 0:
             raise MalformedError(f"a shard is cut short: it has {len(data)} bytes")
         index, crc = data[start:-_CRC_NBYTES], int.from_bytes(data[-_CRC_NBYTES:], "little")
+        from awscrt.checksums import crc32c  # here, because commands that only look do without
+
         if crc32c(index) != crc:
             raise MalformedError("the index of a shard is damaged: its CRC does not match")
         parts: list[tuple[Encoded, Region, bytes | None]] = []

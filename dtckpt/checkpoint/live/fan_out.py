@@ -122,6 +122,8 @@ class SourceChoice:
         """Learn of the sources: relays in the order of preference, and the publisher, if it is alive."""
         self._relays, self._publisher = relays, publisher
         self._ask_at = now + self._ask_pause_s * (1 + self._random())
+        if now < (lonely_at := self._progress_at + LONELY_S):
+            self._ask_at = min(self._ask_at, lonely_at)  # a relay may have begun meanwhile: then none need insist
         self._ask_pause_s = min(2 * self._ask_pause_s, MAX_PAUSE_S)
 
     def choose(self, now: float) -> str | None:

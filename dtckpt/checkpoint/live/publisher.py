@@ -12,6 +12,7 @@ memory may be freed. A version becomes readable with its last part, so a reader 
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -33,7 +34,7 @@ from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.leaves import torch_dtype
 from dtckpt.checkpoint.live.fan_out import MAX_COPIES
 from dtckpt.checkpoint.live.feed_client import feed_client
-from dtckpt.checkpoint.live.lent_version import POLL_S, LendingFolder, LentVersion, await_readers, validate_lendable
+from dtckpt.checkpoint.live.lent_version import POLL_S, LentVersion, await_readers, validate_lendable
 from dtckpt.checkpoint.live.own_registry import OwnRegistry, start_registry
 from dtckpt.checkpoint.live.pulls import PullService
 from dtckpt.checkpoint.live.version_checkpoint import index_digest
@@ -48,6 +49,7 @@ from dtckpt.checkpoint.options import SaveOptions
 from dtckpt.checkpoint.parts.announced_boxes import AnnouncedBoxes
 from dtckpt.checkpoint.parts.host_folder import PartFile
 from dtckpt.checkpoint.parts.layout_tags import validate_tags
+from dtckpt.checkpoint.parts.lending_folder import LendingFolder
 from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.checkpoint.parts.part_writer import PartInProgress, described_pieces
 from dtckpt.checkpoint.parts.peers import Peer, own_address
@@ -60,10 +62,12 @@ from dtckpt.checkpoint.saving.save_handle import SaveHandle
 from dtckpt.checkpoint.saving.state import State, state_of_tree
 from dtckpt.checkpoint.saving.stored_dtypes import CAST_DTYPES, Casts
 from dtckpt.checkpoint.timing import BARRIER
+from dtckpt.comm import fork_guard
 from dtckpt.coordination.api import Coordination
 from dtckpt.coordination.connect import current_coordination
-from dtckpt.coordination.feeds.client import FeedClient, host_name
+from dtckpt.coordination.feeds.client import FeedClient
 from dtckpt.coordination.feeds.events import MAX_KEEP, validate_feed
+from dtckpt.coordination.identity import host_name
 from dtckpt.errors import (
     ConfigError,
     DtckptError,
@@ -98,6 +102,7 @@ class _BegunVersion:
 
     Args:
         save: Its identity.
+        tree_digest: For the registry; see `save_of_version`.
         agreed: The agreed plan, and this client's state in the file, or where it lies.
         part: The file.
         lent: The memory, if there is no file.
@@ -105,6 +110,7 @@ class _BegunVersion:
     """
 
     save: SaveId
+    tree_digest: bytes
     agreed: Agreed
     part: PartInProgress
     lent: LentMemory | None
@@ -131,7 +137,8 @@ class Publisher:
             copied. Default: the space that there is.
         when_full: What `publish` does while readers hold all versions but the newest ones, or memory is full: it waits
             at most ``timeout_s`` seconds, skips the version, or raises. ``wait`` raises in the end.
-        address: Address at which readers reach this client. Default: the address from which it reaches ``MASTER_ADDR``.
+        address: Address at which readers reach this client. Default: the address from which it reaches ``MASTER_ADDR``;
+            where that is a loopback address, the address from which it reaches the coordinator.
         options: Of these, ``timeout_s`` and ``chunk_nbytes`` count, and how copies of one value are told apart.
         timeout_s: Longest wait of `publish` for memory, and of readers' requests, in seconds.
         registry: ``host:port`` at which client 0 runs the registry of the feed, where there is no coordinator. Readers
@@ -172,8 +179,10 @@ class Publisher:
         member = self._coordination.member
         self._client = member.client
         self._host = host_name()
-        where = default_folder() if folder is None else Path(folder).absolute()
-        self._folder = LendingFolder(where, job_of_feed(name, member.job), host=self._host, max_nbytes=max_nbytes)
+        self._where = default_folder() if folder is None else Path(folder).absolute()
+        self._root = job_of_feed(name, member.job)
+        self._folder = LendingFolder(self._where, self._root, host=self._host, max_nbytes=max_nbytes)
+        atexit.register(self._folder.free)  # else the versions of a process that ends without `close` would stay
         self._pulls = PullService(self._folder, max_copies=MAX_COPIES)
         self._held: dict[int, SaveId] = {}
         self._boxes = AnnouncedBoxes(self._client)
@@ -184,12 +193,12 @@ class Publisher:
         self._server: PartServer | None = None
         self._next_number = 1
         try:
-            self._open(where, address)
+            self._open(address)
         except BaseException:
             self._end()
             raise
 
-    def _open(self, where: Path, address: str | None) -> None:
+    def _open(self, address: str | None) -> None:
         """Open the feed and this client's server, and learn the others' servers."""
         collective = Collective(self._coordination, "live", self._options.timeout_s)
 
@@ -208,7 +217,7 @@ class Publisher:
             try:
                 self._server = PartServer(
                     self._folder,
-                    address or own_address(),
+                    address or own_address(self._feeds.address),
                     self._timeout_s,
                     self._check_ticket,
                     boxes=self._boxes,
@@ -217,29 +226,22 @@ class Publisher:
             except OSError as error:
                 raise ConfigError(f"Publisher: this client cannot listen at {address!r}: {error}") from error
             number = self._feeds.open(self.name, keep=self.keep)
-            token = secrets.token_hex(16) if collective.is_leader else ""
-            return None, json.dumps([self._server.url, self._host, token, number, self.keep]).encode()
+            tokens = [secrets.token_hex(16), secrets.token_hex(8)] if collective.is_leader else ["", ""]
+            return None, json.dumps([self._server.url, self._host, *tokens, number, self.keep]).encode()
 
         with collective.process_lock():
             start_registry(self._own_registry, collective)
             _, payloads = collective.run_round_with_value("open", introduce, phase="plan")
         facts = {client: json.loads(data) for client, data in payloads.items()}
-        _, _, token, number, keep = facts[collective.leader]
-        if any(fact[4] != keep for fact in facts.values()):
-            raise ConfigError(f"Publisher: clients pass different keep; got {[fact[4] for fact in facts.values()]}")
-        self._next_number = number
+        _, _, token, self._life, self._next_number, keep = facts[collective.leader]
+        if any(fact[-1] != keep for fact in facts.values()):
+            raise ConfigError(f"Publisher: clients pass different keep; got {[fact[-1] for fact in facts.values()]}")
         assert self._server is not None  # noqa: S101  made in the round
         self._server.open(token)
         self._peers: Mapping[int, Peer] = {
             client: Peer(url, host, token, self._timeout_s) for client, (url, host, *_) in facts.items()
         }
-        self._endpoint = PartAddress(
-            self._server.url, self._host, str(where), job_of_feed(self.name, self._coordination.member.job),
-            self._folder.token(),
-        )  # fmt: skip
-        if self._client == min(client for client, fact in facts.items() if fact[1] == self._host):
-            # What a former attempt of this job left on this host. Readers that have mapped it keep it.
-            self._folder.remove_before(number)
+        self._folder.remove_saves_of_the_dead()
 
     @property
     def _registry(self) -> FeedClient:
@@ -431,8 +433,9 @@ class Publisher:
                 )
             number = facts[collective.leader][0]
             self._next_number = number + 1
-            save = save_of_version(self.name, number, step, len(collective.participants))
-            return _BegunVersion(save, agreed, part, LentMemory() if lends else None, tags)
+            tree = bytes_digest(repr([self._life, *sorted(agreed.agreement.trees)]).encode()).to_bytes(8, "big")
+            save = save_of_version(self.name, number, step, len(collective.participants), tree)
+            return _BegunVersion(save, tree, agreed, part, LentMemory() if lends else None, tags)
 
     def _take_memory(self, part: PartInProgress, plan: SavePlan, registry: FeedClient) -> None:
         """Take the file for a version; first free the versions that are retired and that no reader leases.
@@ -458,6 +461,8 @@ class Publisher:
 
     def _free_versions(self, registry: FeedClient) -> str:
         """Free old versions as far as readers let go of them; return why one of them stays."""
+        # A former attempt may have lived on for a while. Readers that have mapped its parts keep them.
+        self._folder.remove_saves_of_the_dead()
         stays = ""
         for number, save in sorted(self._held.items())[: -self.keep]:
             try:
@@ -491,7 +496,7 @@ class Publisher:
                 save.number,
                 step=save.step,
                 num_parts=save.num_clients,
-                tree_digest=bytes_digest(repr(sorted(version.agreed.agreement.trees)).encode()).to_bytes(8, "big"),
+                tree_digest=version.tree_digest,
                 timeout_s=self._options.timeout_s,
             )
             if isinstance(memory, LentMemory):
@@ -502,7 +507,7 @@ class Publisher:
             registry.put_part(
                 self.name,
                 save.number,
-                endpoint=self._endpoint.to_bytes(),
+                endpoint=self._endpoint(),
                 digest=index_digest(data),
                 nbytes=sum(each.region.numel * DTYPES[tensors[each.tensor].dtype].itemsize for each in pieces),
             )
@@ -515,6 +520,11 @@ class Publisher:
             raise
         collective.phases.end()
         logger.info("%s is readable", title_of_version(self.name, save.number, save.step))
+
+    def _endpoint(self) -> bytes:
+        assert self._server is not None  # noqa: S101  the feed is open
+        token = self._folder.token()  # now: if a user has removed the directory, a part is in another one
+        return PartAddress(self._server.url, self._host, str(self._where), self._root, token).to_bytes()
 
     def _abort(self, version: _BegunVersion, cause: BaseException) -> None:
         """Let a version fail, and free its memory, unless readers may have it already."""
@@ -578,6 +588,8 @@ class Publisher:
         Args:
             has_failed: Whether the job ends by an error; then this client waits for no reader.
         """
+        if fork_guard.is_forked():
+            return  # the versions are the parent's
         if self._handle is not None:
             self._handle.wait()
         feeds = self._feeds
@@ -615,4 +627,5 @@ class Publisher:
         for number, save in list(self._held.items()):
             self._free(number, save)
         self._folder.close()
+        atexit.unregister(self._folder.free)
         self._folder.remove_if_empty()

@@ -13,6 +13,7 @@ that cannot pull a version reads it as a plain reader does.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import logging
 import os
@@ -28,16 +29,17 @@ from pathlib import Path
 from dtckpt.checkpoint.live.fan_out import GIVE_UP_S, SourceChoice
 from dtckpt.checkpoint.live.pulls import HeldPart, PullPeer, PullRequest, PullService
 from dtckpt.checkpoint.live.sources import RELAY_TIMEOUT_S, folder_of, relays_of
-from dtckpt.checkpoint.live.version_checkpoint import index_digest
-from dtckpt.checkpoint.live.versions import PartAddress, job_of_feed, save_of_version, title_of_version
+from dtckpt.checkpoint.live.version_checkpoint import index_digest, save_of_lease
+from dtckpt.checkpoint.live.versions import PartAddress, job_of_feed, title_of_version
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.peers import own_address
 from dtckpt.checkpoint.parts.records import PartIndex, SaveId
 from dtckpt.checkpoint.parts.server import PartServer
 from dtckpt.coordination.api import Member
-from dtckpt.coordination.feeds.client import FeedClient, host_name
+from dtckpt.coordination.feeds.client import FeedClient
 from dtckpt.coordination.feeds.events import Want
 from dtckpt.coordination.feeds.leases import FeedLease, FeedSource
+from dtckpt.coordination.identity import host_name
 from dtckpt.errors import CheckpointCorruptError, DtckptError, SourceLostError, StorageError, TicketError
 from dtckpt.storage.local_folder import LocalFolder
 
@@ -95,13 +97,14 @@ class Relay:
         self._host = host_name()
         root = f"{job_of_feed(feed, member.job)}, to be read on"
         self.folder = HostFolder(folder, root, host=self._host, title="the live versions that are read on")
+        atexit.register(self.folder.free)
         self.folder.make()
         self.folder.remove_spare_of_the_dead()
         self._lock = threading.RLock()
         self._held: dict[int, SaveId] = {}
         self._pulls = PullService(self.folder, max_copies=None, on_damage=self._drop_damaged)
         self._server = PartServer(
-            self.folder, address or own_address(), timeout_s, self._check_ticket, answer_pull=self._pulls,
+            self.folder, address or own_address(feeds.address), timeout_s, self._check_ticket, answer_pull=self._pulls,
             is_relay=True,
         )  # fmt: skip
         self._server.open(secrets.token_hex(16))  # nobody else knows it: readers show tickets
@@ -128,7 +131,7 @@ class Relay:
             The lease as the registry told it last.
         """
         self.traffic = PullTraffic()
-        save = save_of_version(lease.feed, lease.number, lease.step, len(lease.parts))
+        save = save_of_lease(lease)
         pull = _VersionPull(self, lease, save)
         if pull.is_elsewhere_here():
             return lease  # whoever has it here serves it
@@ -158,7 +161,7 @@ class Relay:
         for number in old:
             self._stop(number)
         if kept:
-            self.folder.remove_before(kept[0])
+            self.folder.remove_saves_of_the_dead(before=kept[0])
 
     def _stop(self, number: int) -> None:
         """Serve a version no more, and remove the parts that this client has pulled."""
@@ -184,6 +187,7 @@ class Relay:
             self._stop(number)
         self._server.close()
         self.folder.close()
+        atexit.unregister(self.folder.free)
 
 
 class _VersionPull:

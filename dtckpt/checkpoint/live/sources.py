@@ -23,8 +23,8 @@ from dtckpt.checkpoint.parts.nixl_reads import NixlReads
 from dtckpt.checkpoint.parts.part_files import PartHolder
 from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.checkpoint.parts.transports import BoxRequest
-from dtckpt.coordination.feeds.client import host_name
 from dtckpt.coordination.feeds.leases import FeedLease, FeedSource
+from dtckpt.coordination.identity import host_name
 from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageError
 
 MAX_RELAYS_FIRST = 4

@@ -14,6 +14,7 @@ jobs, so neither can hang the other.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ from dtckpt.checkpoint.parts.layout_tags import validate_tags
 from dtckpt.checkpoint.restoring.aside import AsideMemory
 from dtckpt.checkpoint.restoring.report import RestoreReport
 from dtckpt.checkpoint.restoring.restore import StagedRestore, restore_chosen, stage_restore
+from dtckpt.comm import fork_guard
 from dtckpt.coordination.connect import current_coordination
 from dtckpt.coordination.feeds.events import APPLIED, FAILED, FETCHED, MAX_KEEP, Want, validate_feed
 from dtckpt.errors import CheckpointError, ConfigError, VersionTimeoutError, format_nbytes
@@ -153,6 +155,9 @@ class StagedVersion:
 class Subscriber:
     """Takes versions of a feed into one target. A context manager. Local; its calls are collective.
 
+    Thread-safe: of `fetch`, `update`, `StagedVersion.apply` and `close`, each waits until the others are done. But a
+    staged version is dropped when the next `fetch` or `update` begins, and its `apply` then raises at once.
+
     Args:
         name: Name of the feed.
         target: As for `dtckpt.restore`: a tree of tensors and stateful objects, on any mesh. Its tensors may be views
@@ -225,6 +230,8 @@ class Subscriber:
         self._is_mixed = False
         self._staged: StagedVersion | None = None
         self._is_closed = False
+        # Reads and `apply` use the same memory. A handler of signals may call `close` amid another call of its thread.
+        self._lock = threading.RLock()
         modules = (covers,) if isinstance(covers, nn.Module) else covers
         if modules:
             validate_covered(target, modules)
@@ -270,21 +277,22 @@ class Subscriber:
             SourceLostError: The publisher's clients that have it are lost.
             DtckptError: As `dtckpt.restore`. The target is as it was, whatever is raised.
         """
-        choice, start = self._choice(timeout_s, step, self._aside.held, newer=newer), time.monotonic()
-        choice.outcome = FETCHED
-        if self._staged is not None:
-            self._staged.drop()  # the new version takes its memory
-        staged = stage_restore(
-            location_of_version(self.name, step, self._registry),
-            choice,
-            self.target,
-            self._aside,
-            options=self._restore_options(timeout_s),
-            group=self._group,
-        )
-        self._staged = StagedVersion(self, staged, self._report_of(choice, start, staged.report), choice)
-        choice.opened.clear()  # else the publisher's memory would stay mapped for as long as the version is staged
-        return self._staged
+        with self._lock:
+            choice, start = self._choice(timeout_s, step, self._aside.held, newer=newer), time.monotonic()
+            choice.outcome = FETCHED
+            if self._staged is not None:
+                self._staged.drop()  # the new version takes its memory
+            staged = stage_restore(
+                location_of_version(self.name, step, self._registry),
+                choice,
+                self.target,
+                self._aside,
+                options=self._restore_options(timeout_s),
+                group=self._group,
+            )
+            self._staged = StagedVersion(self, staged, self._report_of(choice, start, staged.report), choice)
+            choice.opened.clear()  # else the publisher's memory would stay mapped for as long as the version is staged
+            return self._staged
 
     def update(
         self, *, in_place: bool = False, newer: bool = True, step: int | None = None, timeout_s: float = 60.0
@@ -306,16 +314,17 @@ class Subscriber:
         Raises:
             DtckptError: As `fetch`.
         """
-        try:
-            if not in_place:
-                self.fetch(newer=newer, step=step, timeout_s=timeout_s).apply()
-            else:
-                self._read_in_place(newer=newer, step=step, timeout_s=timeout_s)
-        except VersionTimeoutError:
-            if timeout_s > 0:
-                raise
-            return None
-        return self._version
+        with self._lock:
+            try:
+                if not in_place:
+                    self.fetch(newer=newer, step=step, timeout_s=timeout_s).apply()
+                else:
+                    self._read_in_place(newer=newer, step=step, timeout_s=timeout_s)
+            except VersionTimeoutError:
+                if timeout_s > 0:
+                    raise
+                return None
+            return self._version
 
     def _read_in_place(self, *, newer: bool, step: int | None, timeout_s: float) -> None:
         choice, start = self._choice(timeout_s, step, self._held_in_place, newer=newer), time.monotonic()
@@ -350,19 +359,24 @@ class Subscriber:
         _log_taken(self.report)
 
     def _apply(self, staged: StagedVersion) -> Any:
-        restore, staged._staged = staged._staged, None
-        if restore is None or staged is not self._staged:
+        self._restore_of(staged)  # raises at once: the read that has dropped the version may wait for long
+        with self._lock:
+            restore, staged._staged = self._restore_of(staged), None
+            self._version, self._is_mixed, self._staged = None, True, None
+            try:
+                result = restore.apply()
+            except BaseException:
+                staged._choice.tell_use(FAILED)
+                raise
+            staged._choice.tell_use(APPLIED)
+            self._version, self._is_mixed, self.report = staged.version, False, staged.report
+            _log_taken(staged.report)
+            return result
+
+    def _restore_of(self, staged: StagedVersion) -> StagedRestore:
+        if staged is not self._staged or (restore := staged._staged) is None:
             raise CheckpointError(f"this version of feed {self.name!r} was applied or dropped; fetch again")
-        self._version, self._is_mixed, self._staged = None, True, None
-        try:
-            result = restore.apply()
-        except BaseException:
-            staged._choice.tell_use(FAILED)
-            raise
-        staged._choice.tell_use(APPLIED)
-        self._version, self._is_mixed, self.report = staged.version, False, staged.report
-        _log_taken(staged.report)
-        return result
+        return restore
 
     def _choice(self, timeout_s: float, step: int | None, held: HeldBoxes, *, newer: bool) -> VersionChoice:
         if self._is_closed:
@@ -427,11 +441,14 @@ class Subscriber:
 
     def close(self) -> None:
         """Free the memory beside the target, and serve nothing more. Local."""
-        self._is_closed = True
-        if self._relay is not None:
-            self._relay.close()
-            self._relay = None
-        if self._staged is not None:
-            self._staged.drop()
-            self._staged = None
-        self._aside.clear()
+        if fork_guard.is_forked():
+            return  # the versions that are served are the parent's
+        self._is_closed = True  # calls that wait for this one are refused
+        with self._lock:
+            if self._relay is not None:
+                self._relay.close()
+                self._relay = None
+            if self._staged is not None:
+                self._staged.drop()
+                self._staged = None
+            self._aside.clear()

@@ -35,6 +35,11 @@ def index_digest(file: bytes) -> bytes:
     return bytes_digest(file).to_bytes(DIGEST_NBYTES, "big")
 
 
+def save_of_lease(lease: FeedLease) -> SaveId:
+    """Return the version of a lease as the save that its parts name."""
+    return save_of_version(lease.feed, lease.number, lease.step, len(lease.parts), lease.tree_digest)
+
+
 def open_version(
     lease: FeedLease,
     timeout_s: float,
@@ -58,7 +63,7 @@ def open_version(
         SourceLostError: A part is nowhere to be had.
         CheckpointCorruptError: An index is not the one that its client announced.
     """
-    save = save_of_version(lease.feed, lease.number, lease.step, len(lease.parts))
+    save = save_of_lease(lease)
     title = title_of_version(lease.feed, lease.number, lease.step)
     with Pool(min(MAX_ASKED, max(1, len(lease.parts))), "dtckpt-live-indexes") as pool:
         found = list(

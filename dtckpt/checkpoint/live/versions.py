@@ -29,9 +29,14 @@ def job_of_feed(feed: str, job: str) -> str:
     return f"{SCHEME}://{feed} of {job}"
 
 
-def save_of_version(feed: str, number: int, step: int, num_clients: int) -> SaveId:
-    """Return a version as the save that its parts name."""
-    return SaveId(number, step, num_clients, is_durable=False, token=f"{bytes_digest(feed.encode()) & 0xFFFFFFFF:08x}")
+def save_of_version(feed: str, number: int, step: int, num_clients: int, tree_digest: bytes) -> SaveId:
+    """Return a version as the save that its parts name.
+
+    Registries know nothing of each other, so two jobs of one name may publish one number of one feed, on one host. Then
+    the digests of their trees differ, as each has a random number of its publisher.
+    """
+    token = bytes_digest(tree_digest + feed.encode()) & 0xFFFFFFFF
+    return SaveId(number, step, num_clients, is_durable=False, token=f"{token:08x}")
 
 
 def title_of_version(feed: str, number: int, step: int) -> str:

@@ -39,6 +39,11 @@ class Candidate:
         """The number of the save in the local tier."""
         return SaveId.parse(self.local).number
 
+    @property
+    def facts(self) -> tuple[int, str, bool]:
+        """The first arguments, without those that depend on other steps."""
+        return self.step, self.local, self.is_mirrored
+
     def __str__(self) -> str:
         place = " of the local tier" if self.local else " of the mirror" if self.is_mirrored else ""
         return f"step {self.step}{place}"

@@ -20,14 +20,16 @@ from dtckpt.checkpoint.managing.interval import AutoInterval
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, current_steps
 from dtckpt.checkpoint.managing.mirror import Mirror, MirrorCopies, mirror_of
 from dtckpt.checkpoint.managing.options import FailedSaves, ManagerOptions, OnFailure, auto_interval, is_continuous
+from dtckpt.checkpoint.managing.resize import Givers, Resize, ResizedState, ResizeRequest
 from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid, run_at
 from dtckpt.checkpoint.managing.retention import Metrics, Retention
 from dtckpt.checkpoint.managing.root import root_of
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER, RunHistory
 from dtckpt.checkpoint.managing.schedule import Pace, SaveRules, Schedule
 from dtckpt.checkpoint.managing.step_folders import METRICS_NAME, StepFolders
-from dtckpt.checkpoint.managing.tier_saves import TierSaves
+from dtckpt.checkpoint.managing.tier_saves import TierSaves, forgive_cut_off
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions, validated_keys
+from dtckpt.checkpoint.parts.peers import own_address
 from dtckpt.checkpoint.parts.records import SaveId
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.restore import restore
@@ -39,9 +41,10 @@ from dtckpt.checkpoint.tiers.local_restore import LocalRestore
 from dtckpt.checkpoint.tiers.options import LocalTier
 from dtckpt.comm import fork_guard
 from dtckpt.config import Config
-from dtckpt.coordination.api import Member
-from dtckpt.coordination.connect import current_coordination
-from dtckpt.errors import CheckpointNotFoundError, DtckptError, StorageError
+from dtckpt.coordination import identity
+from dtckpt.coordination.api import Coordination, Member
+from dtckpt.coordination.connect import current_coordination, joined_member, rejoin
+from dtckpt.errors import CheckpointNotFoundError, ConfigError, DtckptError, StorageError
 from dtckpt.layout.device_mesh import MeshLike
 from dtckpt.storage.location import Location, location_of
 
@@ -161,6 +164,11 @@ class CheckpointManager:
         self._removal_lock = threading.Lock()
         self._pinned: set[int] = set()  # steps that a restore reads
         self._damaged: set[int] = set()  # steps that a restore found damaged
+        # The client that this process was when it got its state, and whether it may have lost that state since.
+        self._member: Member | None = joined_member()
+        self._is_torn = False
+        # The step that was restored last, until a save of the run is committed.
+        self._origin: Candidate | None = None
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -296,7 +304,7 @@ class CheckpointManager:
             self._tier.owe_nothing()
         elif not force and not self.should_save(step):
             return None
-        start, options, coordination = self._clock(), self.options.save, current_coordination()
+        start, options, coordination = self._clock(), self.options.save, self._coordination_of_state()
         is_leader = coordination.member.client == 0
         files: dict[str, bytes] = {}
         if self._handle is not None:
@@ -340,7 +348,7 @@ class CheckpointManager:
         self, tier: TierSaves, step: int, tree: Any, metrics: Metrics | None, *, is_durable: bool, is_last: bool
     ) -> SaveHandle | None:
         """Save a step in the local tier, and from there in the root if it is due there."""
-        start, coordination = self._clock(), current_coordination()
+        start, coordination = self._clock(), self._coordination_of_state()
         noted: dict[str, float] = {}
 
         def collect() -> State:
@@ -362,6 +370,12 @@ class CheckpointManager:
             if self._pace is not None:
                 self._pace.note_returned(self._clock() - start)
         return handle
+
+    def _coordination_of_state(self) -> Coordination:
+        """Return the connection to the other clients; this process now has the state of one of them."""
+        coordination = current_coordination()
+        self._member, self._is_torn = coordination.member, False
+        return coordination
 
     def _write_durable(
         self, save: SaveId, collect: Callable[[], State], metrics: Metrics, options: SaveOptions
@@ -414,7 +428,7 @@ class CheckpointManager:
         if self._failed.tolerate(step, handle.failure, is_told=is_leader):
             handle.forgive()
         if handle.is_committed:
-            self._base_step = step
+            self._base_step, self._origin = step, None
         # Only after the commit: until then the old checkpoints may be the only good ones.
         if is_leader and handle.is_committed:
             if self._pace is not None:
@@ -434,7 +448,7 @@ class CheckpointManager:
             number = time.time_ns() if self._tier is None else self._tier.session.next_number()
         # The last save listed the steps in the background, after its commit. If it failed, they are listed here.
         saved, self._saved = self._saved or self._folders.saved(), None
-        run = self._run or Run.at(saved, current_steps(saved))
+        run = self._run or self._run_at(self._origin) or Run.at(saved, current_steps(saved))
         self._run, lineage = run.save(step, saved, number)
         return lineage.to_bytes()
 
@@ -529,9 +543,6 @@ class CheckpointManager:
         if tier is not None:
             tier.wait_for_local()
 
-        def mirrored() -> Saved:
-            return {} if self._copies is None else self._copies.saved()
-
         def read(chosen: Candidate) -> tuple[Any, LocalRestore | None, Run | None]:
             local = None
             if chosen.local and tier is not None:
@@ -539,16 +550,17 @@ class CheckpointManager:
             else:
                 path = self._place_of(chosen)
                 tree = restore(path, target, mesh=mesh, layouts=layouts, options=options, group=everyone)
-            return tree, local, run_at(self._folders, mirrored(), chosen) if collective.is_leader else None
+            return tree, local, self._run_at(chosen) if collective.is_leader else None
 
         def pin(chosen: Candidate) -> AbstractContextManager[None]:
             return nullcontext() if chosen.local or chosen.is_mirrored else self._pin(chosen.step)
 
+        self._is_torn = self._is_torn or target is not None  # until it is filled
         with collective.process_lock():
             if tier is not None:
                 tier.join(collective, is_save=False)
             restored = restore_newest_valid(
-                lambda: self._candidates(mirrored, is_named=step is not None, is_signed=bool(options.trusted_keys)),
+                lambda: self._candidates(is_named=step is not None, is_signed=bool(options.trusted_keys)),
                 collective,
                 step,
                 read,
@@ -558,7 +570,8 @@ class CheckpointManager:
             )
         chosen, skipped = restored.chosen, restored.skipped
         tree, local, self._run = restored.tree
-        self._saved = None
+        self._saved, self._origin = None, chosen
+        self._member, self._is_torn = coordination.member, False
         self._schedule.note_restored()
         self._damaged.update(each for each in skipped if each != chosen.step)
         self._base_step = None if chosen.local or chosen.is_mirrored else chosen.step
@@ -568,22 +581,138 @@ class CheckpointManager:
             tier.go_on_from(chosen, restored.damaged, self._write_durable)
         return RestoredStep(chosen.step, tree, skipped, local, chosen.is_mirrored)
 
+    def resize(
+        self,
+        state: Any = None,
+        *,
+        step: int | None = None,
+        target: Any = None,
+        mesh: MeshLike | None = None,
+        layouts: Layouts | None = None,
+        options: RestoreOptions | None = None,
+    ) -> ResizedState:
+        """Go on with other clients, without a restart of the processes: move the state to its new places.
+
+        First the program makes the process group anew, among the processes that go on. Then all of these call this
+        method, which also connects them as the clients of one job. If the clients that are left have every part of
+        every tensor, and are at one step, no step is lost: each reads its new parts from the tensors of the others, and
+        verifies them. Otherwise all go back to the newest step that `restore` finds, in the local tier or the root.
+
+        The target may hold the tensors and objects of ``state`` itself. Tensors of the old state change only when all
+        clients have read. A client that fails before leaves the old state whole: call the method again.
+
+        The state must not change until the method returns. A save in flight is waited for; if it failed because clients
+        are gone, its error is logged, and not raised.
+
+        Collective: Over all clients of the new process group; barriers ``resize/met``, ``resize/lent`` and
+        ``resize/moved``, and as `restore`.
+
+        Blocks: On the slowest client, at most for ``timeout_s`` of the options at each barrier.
+
+        Args:
+            state: The state of this process, as for `save`; None if it has none, or none that is whole.
+            step: The step that ``state`` is at.
+            target: As for `dtckpt.restore`.
+            mesh: As for `dtckpt.restore`.
+            layouts: As for `dtckpt.restore`.
+            options: As for `dtckpt.restore`. ``trusted_keys`` count if the clients go back.
+
+        Raises:
+            BarrierConflictError: Two clients were the same client before, or come from different jobs.
+            ConfigError: A state has no step; or this manager has neither saved nor restored, so that it does not know
+                which client this process was.
+            CheckpointNotFoundError: The clients must go back, and there is no valid checkpoint.
+            ClientLostError: A client was lost meanwhile. Make the process group anew, and call the method again.
+            DtckptError: As `dtckpt.save`, if the clients describe different states, and as `restore`.
+        """
+        before, options = self._member or joined_member(), options or RestoreOptions()
+        if self._handle is not None:
+            self._handle.wait()
+            forgive_cut_off(self._handle)
+        if self._tier is not None:
+            self._tier.leave_world()
+        coordination, tier = rejoin(), None if self._tier is None else self._tier.session.tier
+        client = coordination.member.client
+
+        def prepare() -> None:
+            if state is not None and before is None:
+                raise ConfigError(
+                    "resize: this manager has neither saved nor restored, so it does not know which client this "
+                    "process was; save or restore a step by it first, or pass state=None"
+                )
+            if client != 0:
+                # Another process changes the root now.
+                if self._pace is not None:
+                    self._pace.renew(has_failed=False)
+                if self._copies is not None:
+                    self._copies.hand_over()
+                self._root.right.release()
+
+        def begin() -> None:
+            self._is_torn = True
+
+        request = ResizeRequest(
+            state=None if self._is_torn else state,
+            step=step,
+            seen=None if state is None else step,
+            origin=None if self._origin is None else self._origin.facts,
+            world=before or coordination.member,
+            target=target,
+            mesh=mesh,
+            layouts=layouts,
+            options=options,
+            begin=begin,
+            host=identity.host_name() if tier is None else tier.host_name,
+            address=(tier and tier.address) or own_address(),
+        )
+        with Resize(coordination, request) as resize:
+            givers, resized = resize.run(prepare)
+        self._schedule.note_restored()
+        if client == 0 and self._pace is not None:
+            self._pace.renew(has_failed=resized is None)
+        if resized is None:
+            return self._go_back(givers, target, mesh=mesh, layouts=layouts, options=options)
+        self._origin = None if givers.origin is None else Candidate(*givers.origin)
+        if before is None or (before.client, client) != (0, 0):
+            self._run = None
+        self._saved, self._member, self._is_torn = None, coordination.member, False
+        return resized
+
+    def _go_back(self, givers: Givers, target: Any, **others: Any) -> ResizedState:
+        """Restore the newest step in the place of a state that cannot be moved."""
+        if current_coordination().member.client == 0:
+            logger.warning("a resize goes back to a checkpoint: %s", givers.reason)
+        try:
+            restored = self.restore(target=target, **others)
+        except CheckpointNotFoundError as error:
+            error.message += f"; the state of the clients could not be moved: {givers.reason}"
+            raise
+        lost = max(0, (givers.newest or restored.step) - restored.step)
+        return ResizedState(restored.step, restored.tree, lost, givers.reason, restored)
+
     def _place_of(self, chosen: Candidate) -> Location:
         """Return where a step is that is not in the local tier."""
         if chosen.is_mirrored and self._copies is not None:
             return self._copies.path(chosen.step)
         return self.path(chosen.step)
 
-    def _candidates(self, mirrored: Callable[[], Saved], *, is_named: bool, is_signed: bool) -> list[Candidate]:
+    def _mirrored(self) -> Saved:
+        """Return the steps of the mirror."""
+        return {} if self._copies is None else self._copies.saved()
+
+    def _run_at(self, origin: Candidate | None) -> Run | None:
+        """Return the run that a restored state descends from, as `run_at`; None if none was restored."""
+        return None if origin is None else run_at(self._folders, self._mirrored(), origin)
+
+    def _candidates(self, *, is_named: bool, is_signed: bool) -> list[Candidate]:
         """Return the steps that can be restored, newest first; without the root's steps if it cannot be listed.
 
         Args:
-            mirrored: Returns the steps of the mirror.
             is_named: Whether the caller named the step.
             is_signed: Whether only signed steps count; the memory of the hosts is not signed.
         """
         held = self._tier.restorable(is_named=is_named) if self._tier is not None and not is_signed else ()
-        saved, copies = {}, mirrored()
+        saved, copies = {}, self._mirrored()
         try:
             saved = self._folders.saved()
         except StorageError as error:

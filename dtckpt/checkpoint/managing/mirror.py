@@ -143,6 +143,11 @@ class MirrorCopies:
         with self._lock:
             self._idle.wait_for(lambda: not self._is_running)
 
+    def hand_over(self) -> None:
+        """Wait for the copies under way, and let another process copy from now on."""
+        self.wait()
+        self._root.right.release()
+
     def close(self, *, has_failed: bool) -> None:
         """Wait for the copies, unless the caller has failed, and raise the error of a copy that was not raised yet."""
         with self._lock:

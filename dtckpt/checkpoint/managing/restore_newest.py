@@ -176,7 +176,7 @@ def _choose(
         ]
         if step is not None and not left and Candidate(step) not in tried:
             left = [Candidate(step)]
-        first = [left[0].step, left[0].local, left[0].is_mirrored] if left else None
+        first = left[0].facts if left else None
         return json.dumps([step, first]).encode()
 
     proposals = {client: json.loads(data) for client, data in sorted(collective.run_round("chosen", propose).items())}

@@ -246,6 +246,17 @@ class Pace:
             self._history.note(self._now(), self.costs, has_ended=True)
             self._has_begun = False
 
+    def renew(self, *, has_failed: bool) -> None:
+        """Let the next save begin a new run, on other hosts.
+
+        Args:
+            has_failed: Whether the run until now has failed.
+        """
+        if has_failed:
+            self._has_begun = False
+        else:
+            self.end()
+
     @property
     def costs(self) -> Costs | None:
         """Costs of the newest saves: the median stop and the longest lag; before there are any, of the last run."""

@@ -34,7 +34,7 @@ from dtckpt.checkpoint.tiers.session import TierSession
 from dtckpt.checkpoint.tiers.status import write_status
 from dtckpt.comm.background_threads import begin
 from dtckpt.coordination.api import Coordination, Progress
-from dtckpt.errors import CheckpointNotFoundError, DtckptError, StorageError, capped
+from dtckpt.errors import CheckpointNotFoundError, CoordinationError, DtckptError, StorageError, capped
 from dtckpt.storage.folder import Folder
 
 logger = logging.getLogger("dtckpt.tiers")
@@ -57,26 +57,44 @@ class TierSaves:
     """
 
     def __init__(self, tier: LocalTier, folders: StepFolders, folder: Folder, options: SaveOptions) -> None:
-        self.session = TierSession(tier, str(folders.root))
-        self.writer = DurableWriter(tier.max_root_rate)
+        self._begin_world(tier, str(folders.root))
         self._root_folder = folder
         self._folders = folders
         self._options = options
         self._handle: SaveHandle | None = None
-        self._is_named = False
         self._written = 0
         """Number of the newest save that this job has written to the root."""
         self._debt = 0
         """Number of the newest save that is owed to the root; 0: none. The same on all clients, between writes."""
+        self._is_refused = False
+        self._status = _StatusWriter()
+
+    def _begin_world(self, tier: LocalTier, root: str) -> None:
+        """Know nothing of the clients, as a new process."""
+        self.session = TierSession(tier, root)
+        self.writer = DurableWriter(tier.max_root_rate)
+        self._is_named = False
         self._write_last: Callable[[], object] = lambda: None
         """Begins to write the newest save to the root."""
         self._last = ""
         """The name of that save."""
-        self._is_refused = False
-        self._status = _StatusWriter()
         self._opened: dict[str, PartCheckpoint] = {}
         self._resume: Callable[[], object] | None = None
         """Begins to write the restored step to the root."""
+
+    def leave_world(self) -> None:
+        """Let go of the clients of the job: it will have others. The first step after it is written to the root.
+
+        Local. Blocks: On saves under way, which fail without the clients that are gone.
+        """
+        self.wait_for_local()
+        self.writer.wait()
+        forgive_cut_off(self._handle)
+        begin(self.writer.close, "dtckpt-leave")
+        session = self.session
+        session.close(has_failed=True)
+        self._begin_world(session.tier, str(self._folders.root))
+        self._debt = 1
 
     def _ask_root(self) -> RootFacts:
         """Return the facts about the root that clients need. A root that cannot be listed counts as not empty."""
@@ -370,6 +388,13 @@ class TierSaves:
         resume, self._resume = self._resume, None
         if resume is not None:
             resume()
+
+
+def forgive_cut_off(handle: SaveHandle | None) -> None:
+    """Mark the error of a save as seen if it failed because clients were gone."""
+    if handle is not None and isinstance(handle.failure, CoordinationError):
+        logger.warning("a save was cut off: %s", handle.failure)
+        handle.forgive()
 
 
 class _StatusWriter:

@@ -3,7 +3,7 @@
     <path>/<job>/                                   the job: a digest of its root
         job.json                                    the root, for people; a random token
         restores.json                               by save, how often it was restored (`LocalTier.max_restores`)
-        spare/4711-8f3a09c2-0.data                  files that are being filled, or wait to be used again
+        spare/8f3a09c2d1e4477a-0.data               files that are being filled, or wait to be used again
         <save>/                                     a local save; see `SaveId.name`
             3.data                                  the elements of client 3's part
             3.index                                 its index: the part is whole; how the vote ended is not known here
@@ -13,12 +13,16 @@ A file is filled in ``spare`` and renamed when it is whole, so a process that di
 again: to fill new memory costs a page fault per page, more than the copy. Nothing is synced: the tier outlives
 processes, not a host. If a host with a local disk lost its power, digests tell which parts were torn.
 
+A process keeps each file locked that it has filled, as long as it has it mapped. So other processes tell its files from
+those of processes that are gone, in any container: numbers of processes would not.
+
 Files of other jobs are never touched.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import mmap
 import os
@@ -27,7 +31,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,7 @@ import torch
 from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.checkpoint.parts.records import MAX_INDEX_NBYTES, HostParts, PartIndex, SaveId
 from dtckpt.checkpoint.saving.staging import StagingMemory
+from dtckpt.comm import fork_guard
 from dtckpt.errors import StorageFullError, format_nbytes
 from dtckpt.format.digest import bytes_digest
 from dtckpt.storage.failures import translate_errors
@@ -48,14 +53,36 @@ _JOB = "job.json"
 _RESTORES = "restores.json"
 _PART_FILE = re.compile(r"(\d{1,9})(\.data|\.index|\.voted)")
 Stamp = tuple[int, int] | None
-_in_use: set[str] = set()
-"""Prefixes of the names of files in ``spare``, for this process's open folders. The number of the process is not
-enough: in a container that starts again processes get the same ones, and one process may open a folder again."""
 
 
 def job_name(root: str) -> str:
     """Return the name of a job's directory. A job is known by the root of its durable checkpoints."""
     return f"{bytes_digest(root.encode('utf-8', 'backslashreplace')):016x}"
+
+
+def _new_locked(path: Path) -> int:
+    while True:
+        descriptor = LocalFolder(path.parent).new_file(path.name)
+        with suppress(OSError):  # a file system without locks: there nobody takes a file for that of a dead process
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # another process found the file before it was locked, and removed it
+
+
+@contextmanager
+def _unfilled(folder: LocalFolder, names: Collection[str]) -> Iterator[bool]:
+    """Yield whether no live process has filled one of some files. Until the end of the context none can begin to."""
+    with ExitStack() as stack:
+        try:
+            for name in names:
+                descriptor = folder.open_lock(name, to_write=False)
+                stack.callback(os.close, descriptor)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_unfilled = True
+        except OSError:
+            is_unfilled = False
+        yield is_unfilled
 
 
 class PartFile:
@@ -69,11 +96,13 @@ class PartFile:
     def __init__(self, path: Path, nbytes: int) -> None:
         self.path = path
         self.nbytes = nbytes
-        with open(LocalFolder(path.parent).new_file(path.name), "r+b") as file:
+        descriptor = _new_locked(path)
+        with open(descriptor, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, max(nbytes, 1))
             found = os.fstat(file.fileno())
             self._identity = found.st_dev, found.st_ino
-            # Populated at once: a page at a time, while training waits, it would take longer than the copy.
+            # Populated at once: a page at a time, while training waits, it would take longer than the copy. The map has
+            # a copy of the descriptor, and keeps the lock.
             self._map = mmap.mmap(
                 file.fileno(), max(nbytes, 1), flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
             )
@@ -125,7 +154,7 @@ class HostFolder:
         self.path = self._files.path
         self._root = root
         self._where = f"{self.path} on host {host}"
-        self._owner = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self._owner = secrets.token_hex(8)
         self._lock = threading.Lock()
         self._spare: list[PartFile] = []
         self._filled: dict[tuple[SaveId, int], PartFile] = {}
@@ -134,7 +163,6 @@ class HostFolder:
 
     def make(self) -> None:
         """Make the directory. Raises: StorageError: The tier cannot be written."""
-        _in_use.add(self._owner)
         with translate_errors(f"make the directory of {self._title}", self._where):
             make_folders(self._folder)
             # Shared memory is open to all users of a host, and the parts are the weights.
@@ -352,9 +380,12 @@ class HostFolder:
             with suppress(FileNotFoundError):  # a newer attempt of the job has removed the directory
                 folder.remove_files(f"{client}{suffix}" for suffix in (VOTED, WRITTEN))
             self._num_files += 1
-            with suppress(FileNotFoundError):
+            try:
                 file.move(self.path / _SPARE / f"{self._owner}-{self._num_files}{DATA}")
                 self._spare.append(file)
+            except FileNotFoundError:  # there is no ``spare``: another process has closed the folder, or removed it
+                with suppress(FileNotFoundError):
+                    folder.remove_files([f"{client}{DATA}"])
         with suppress(OSError):
             folder.remove(())
 
@@ -389,28 +420,35 @@ class HostFolder:
         with suppress(OSError):
             self._files.remove_tree(save.name)
 
-    def remove_before(self, number: int) -> None:
-        """Remove the saves of smaller numbers, whichever process wrote them."""
+    def remove_saves_of_the_dead(self, before: int | None = None) -> None:
+        """Remove the saves of which no live process has filled a part.
+
+        Args:
+            before: Only saves of smaller numbers; default: all.
+        """
         for save, folder in list(self._saves()):
-            if save.number < number:
-                with suppress(OSError):
-                    self._files.remove_tree(folder.name)
+            if before is not None and save.number >= before:
+                continue
+            with suppress(OSError):
+                names = [path.name for path in folder.iterdir() if path.suffix == DATA]
+                with _unfilled(self._files / folder.name, names) as is_unfilled:
+                    if names and is_unfilled:
+                        self._files.remove_tree(folder.name)
 
     def remove_spare_of_the_dead(self) -> None:
         """Remove the files that processes left in ``spare`` which do not live any more."""
         with suppress(OSError):
             for path in (self.path / _SPARE).iterdir():
-                pid, token, *_ = *path.name.split("-"), ""
-                is_own_number = pid == str(os.getpid())
-                is_dead = f"{pid}-{token}" not in _in_use if is_own_number else not Path(f"/proc/{pid}").exists()
-                if pid.isdigit() and is_dead:
-                    self._remove_spare(path)
+                with _unfilled(self._files / _SPARE, [path.name]) as is_unfilled:
+                    if is_unfilled:
+                        self._remove_spare(path)
 
     def remove_if_empty(self) -> None:
         """Remove the directory of the job if no process of the job has files there."""
         with suppress(OSError):
-            (self._files / _SPARE).remove(())
-            if [entry.name for entry in self.path.iterdir()] == [_JOB]:
+            if {entry.name for entry in self.path.iterdir()} <= {_JOB, _SPARE}:
+                with suppress(FileNotFoundError):
+                    (self._files / _SPARE).remove(())
                 self._files.remove([_JOB])
 
     def remove_spare(self) -> None:
@@ -424,4 +462,10 @@ class HostFolder:
     def close(self) -> None:
         """Give the memory back that waits to be used again."""
         self.remove_spare()
-        _in_use.discard(self._owner)
+
+    def free(self) -> None:
+        """Remove the parts that this process has filled, too. In a process that was forked from it: do nothing."""
+        if not fork_guard.is_forked():
+            for save, client in list(self._filled):
+                self.remove(save, client)
+            self.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
@@ -17,7 +18,7 @@ from typing_extensions import override
 
 from dtckpt.checkpoint.parts.changes import apply_changes
 from dtckpt.checkpoint.parts.data_tls import SCHEME, DataTls
-from dtckpt.checkpoint.parts.records import SaveId
+from dtckpt.checkpoint.parts.records import HeldRange, SaveId, gaps
 from dtckpt.checkpoint.parts.server import DIGEST_NBYTES, LENGTH_NBYTES
 from dtckpt.checkpoint.parts.transports import BoxRequest
 from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageError, StorageFullError
@@ -159,7 +160,17 @@ class Peer:
                 raise CheckpointCorruptError(f"host {self.host}: the answer was damaged on its way")
         return nbytes, misfits
 
-    def put(self, save: SaveId, client: int, index: bytes, data: memoryview, max_rate: float | None) -> None:
+    def put(
+        self,
+        save: SaveId,
+        client: int,
+        index: bytes,
+        data: memoryview,
+        max_rate: float | None,
+        *,
+        base: SaveId | None = None,
+        held: Sequence[HeldRange] = (),
+    ) -> int:
         """Give the host a copy of a part; return when it has verified the copy.
 
         Args:
@@ -168,20 +179,33 @@ class Peer:
             index: The index file.
             data: The elements.
             max_rate: Bound on the bytes per second.
+            base: A save of which the host holds the client's part.
+            held: The ranges of the elements that are in that part, too (`PartIndex.ranges_in`); they are not sent.
+
+        Returns:
+            The bytes of elements that were sent.
+
+        Raises:
+            StorageError: The host does not take it, or holds no such part of the base.
         """
         head = len(index).to_bytes(LENGTH_NBYTES, "big") + index
+        sent = [data[start:stop] for start, stop in gaps(held, len(data))]
+        nbytes = sum(map(len, sent))
         with self._errors_named("send a copy") as connection:
-            connection.putrequest("PUT", f"/v1/parts/{save.name}/{client}")
-            for name, value in {**self._headers, "Content-Length": str(len(head) + len(data))}.items():
+            connection.putrequest(
+                "PUT", "/".join(["/v1/parts", save.name, str(client), *([base.name] if base else [])])
+            )
+            for name, value in {**self._headers, "Content-Length": str(len(head) + nbytes)}.items():
                 connection.putheader(name, value)
             connection.endheaders(head)
             try:
-                _send(connection.sock, data, max_rate, time.monotonic, time.sleep)
+                _send(connection.sock, sent, max_rate, time.monotonic, time.sleep)
             except OSError:
                 # The host may have answered before it took all; its answer tells more than a broken pipe.
                 self._answer_to(connection)
                 raise
             self._answer_to(connection)
+        return nbytes
 
 
 class _PeerConnection(HTTPConnection):
@@ -236,24 +260,38 @@ class _Answer:
 
 def _send(
     connection: socket.socket,
-    data: memoryview,
+    parts: Sequence[memoryview],
     max_rate: float | None,
     clock: Callable[[], float],
     sleep: Callable[[float], object],
 ) -> None:
-    begin = clock()
+    begin, sent = clock(), 0
     step = SEND_NBYTES if max_rate is None else max(1 << 16, min(SEND_NBYTES, int(max_rate / 10)))
-    for start in range(0, len(data), step):
-        connection.sendall(data[start : start + step])
-        if max_rate is not None:
-            sleep(max(0.0, begin + (start + step) / max_rate - clock()))
+    for data in parts:
+        for start in range(0, len(data), step):
+            connection.sendall(data[start : start + step])
+            sent += min(step, len(data) - start)
+            if max_rate is not None:
+                sleep(max(0.0, begin + sent / max_rate - clock()))
 
 
-def own_address() -> str:
-    """Return the address at which other hosts reach this host: the address from which it reaches ``MASTER_ADDR``."""
-    master = os.environ.get("MASTER_ADDR") or "localhost"
+def own_address(towards: str = "") -> str:
+    """Return the address at which other hosts reach this host: the address from which it reaches ``MASTER_ADDR``.
+
+    Args:
+        towards: ``host:port`` of a server that other jobs reach, too; used where ``MASTER_ADDR`` is a loopback address,
+            as for a job on one host.
+    """
+    found = _address_towards(os.environ.get("MASTER_ADDR") or "localhost", "9")
+    if towards and ipaddress.ip_address(found).is_loopback:
+        host, _, port = towards.rpartition(":")
+        found = _address_towards(host.strip("[]"), port)
+    return found
+
+
+def _address_towards(host: str, port: str) -> str:
     try:
-        family, kind, _, _, to = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+        family, kind, _, _, to = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(to)  # nothing is sent
             return str(probe.getsockname()[0])

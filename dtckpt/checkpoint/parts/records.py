@@ -11,9 +11,10 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from dtckpt.layout.region import Region
 
 FORMAT = 1
 MAX_INDEX_NBYTES = 1 << 30
+MIN_HELD_NBYTES = 64 << 10
+"""Smaller pieces are sent in any case: to leave them out would save little."""
 UNKNOWN_ROOT = "00000000"
 """Stands for the identity of a root that storage did not say."""
 NearCopies = Mapping[str, tuple[Region, ...]]
@@ -133,6 +136,36 @@ class PartBox:
     digest: int
 
 
+class HeldRange(NamedTuple):
+    """A range of a part's bytes that another part has, too.
+
+    Args:
+        start: Its first byte.
+        stop: The byte behind its last.
+        at: Its first byte in the other part.
+    """
+
+    start: int
+    stop: int
+    at: int
+
+
+def gaps(ranges: Sequence[HeldRange], nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the ranges between given ones, as first byte and byte behind the last.
+
+    Args:
+        ranges: Ascending, and apart.
+        nbytes: The end.
+    """
+    start = 0
+    for each in ranges:
+        if start < each.start:
+            yield start, each.start
+        start = each.stop
+    if start < nbytes:
+        yield start, nbytes
+
+
 @dataclass(frozen=True, slots=True)
 class PartIndex:
     """The description of one part.
@@ -168,6 +201,29 @@ class PartIndex:
     def piece(self, number: int) -> PartPiece:
         """Return a piece; the near copies are numbered behind the others."""
         return self.pieces[number] if number < len(self.pieces) else self.copies[number - len(self.pieces)]
+
+    def ranges_in(self, base: PartIndex) -> list[HeldRange]:
+        """Return the ranges of this part's bytes that another part has, too: large dense pieces of equal digests.
+
+        Both sides of a copy compute the same ranges, so that only the other bytes are sent.
+        """
+        theirs = {base._facts(piece): piece.offset for piece in base.pieces if piece.is_dense}
+        ranges: list[HeldRange] = []
+        end = 0
+        for piece in sorted((each for each in self.pieces if each.is_dense), key=attrgetter("offset")):
+            at = theirs.get(self._facts(piece))
+            nbytes = piece.region.numel * DTYPES[self.tensors[piece.tensor].dtype].itemsize
+            if at is None or nbytes < MIN_HELD_NBYTES:
+                continue
+            # An index of another host may claim anything.
+            if end <= piece.offset <= self.nbytes - nbytes and at <= base.nbytes - nbytes:
+                end = piece.offset + nbytes
+                ranges.append(HeldRange(piece.offset, end, at))
+        return ranges
+
+    def _facts(self, piece: PartPiece) -> tuple[str, str, Region, int]:
+        tensor = self.tensors[piece.tensor]
+        return tensor.name, tensor.dtype, piece.region, piece.digest
 
     def without_copies(self) -> PartIndex:
         """Return the index of the part as sent to other hosts: the part's file up to the near copies."""

@@ -14,6 +14,8 @@ is a ticket in the token's place, where the server takes tickets: it lets its be
                                           or 0: the elements follow
     POST /v1/boxes/<save>/<client>        body: an `announcement` of boxes that later parts are to have digests of
     PUT  /v1/parts/<save>/<client>        body: length of the index, the index, the elements; 204 when it is verified
+    PUT  /v1/parts/<save>/<client>/<base> the same, without the elements that the client's part of another save has,
+                                          which this host holds: both sides compute `PartIndex.ranges_in`
     GET  /v1/texts/<digest>               a text that this client keeps for the others
     POST /v1/pull/<save>/<client>         body and answer: see `dtckpt.checkpoint.live.pulls`
 
@@ -34,12 +36,12 @@ import ssl
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -52,9 +54,9 @@ from dtckpt.checkpoint.parts.data_tls import SCHEME, DataTls, ServerCertificate
 from dtckpt.checkpoint.parts.host_folder import HostFolder, PartFile
 from dtckpt.checkpoint.parts.nixl_offer import NixlOffer, is_wanted
 from dtckpt.checkpoint.parts.open_part import OpenPart, spans, validate_part
-from dtckpt.checkpoint.parts.records import MAX_INDEX_NBYTES, PartIndex, SaveId
+from dtckpt.checkpoint.parts.records import MAX_INDEX_NBYTES, HeldRange, PartIndex, SaveId, gaps
 from dtckpt.checkpoint.reading.read_chunks import cut
-from dtckpt.errors import CheckpointCorruptError, DtckptError, StorageFullError, TicketError
+from dtckpt.errors import CheckpointCorruptError, ConfigError, DtckptError, StorageFullError, TicketError
 from dtckpt.format.digest import as_bytes
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
@@ -83,6 +85,7 @@ MAX_REFUSED = 1024
 """Refused copies that are remembered."""
 MAX_OPEN_PARTS = 4
 """Parts that are kept open: those of a few versions, from one to the next of which readers ask for changes."""
+UNSPECIFIED = ("0.0.0.0", "::")  # noqa: S104  to refuse them
 AnswerPull = Callable[[SaveId, int, bytes], Sequence[bytes | memoryview]]
 
 
@@ -101,7 +104,7 @@ class PartServer:
         tls: Its certificate; default: as the environment names one.
 
     Raises:
-        ConfigError: The certificate cannot be used.
+        ConfigError: The certificate cannot be used, or the address stands for all addresses of a host.
         OSError: The address cannot be used.
     """
 
@@ -119,6 +122,8 @@ class PartServer:
     ) -> None:
         self.texts: Mapping[int, bytes] = {}
         """Texts that other clients may ask for, by their digests."""
+        if address in UNSPECIFIED:
+            raise ConfigError(f"{address!r} is no address that other hosts could reach; pass one of this host's own")
         tls = DataTls.from_environ() if tls is None else tls
         certificate = ServerCertificate(tls.cert, tls.key) if tls.cert is not None and tls.key is not None else None
         nixl = NixlOffer() if is_wanted() and not is_relay else None
@@ -356,6 +361,18 @@ class _RefusedError(Exception):
         self.status = status
 
 
+class _Held(NamedTuple):
+    """The elements of a new part that this host holds.
+
+    Args:
+        memory: The bytes of a part of another save.
+        ranges: The ranges of the new part that are in it.
+    """
+
+    memory: memoryview
+    ranges: list[HeldRange]
+
+
 class _PartHandler(BaseHTTPRequestHandler):
     server: _Server
     protocol_version = "HTTP/1.1"
@@ -410,9 +427,9 @@ class _PartHandler(BaseHTTPRequestHandler):
                     self._admit(SaveId.parse(save))
                     body = self._body(MAX_REQUEST_NBYTES)
                     self._answer(self.server.answer_pull(SaveId.parse(save), int(client), body))
-                case ["PUT", "v1", "parts", save, client]:
+                case ["PUT", "v1", "parts", save, client, *base] if len(base) < 2:
                     self._admit()
-                    self._take(SaveId.parse(save), int(client))
+                    self._take(SaveId.parse(save), int(client), *map(SaveId.parse, base))
                 case ["GET", "v1", "texts", digest]:
                     self._admit()
                     self._answer([self.server.texts[int(digest)]])
@@ -529,26 +546,43 @@ class _PartHandler(BaseHTTPRequestHandler):
         boxes.announce(self._body(MAX_ANNOUNCEMENT_NBYTES))
         self._answer([], 204)
 
-    def _take(self, save: SaveId, client: int) -> None:
+    def _take(self, save: SaveId, client: int, base: SaveId | None = None) -> None:
         length = self._length()
         size = int.from_bytes(self.rfile.read(min(length, LENGTH_NBYTES)), "big")
         if size > min(length - LENGTH_NBYTES, MAX_INDEX_NBYTES):
             raise _RefusedError(400, "the index is longer than the request, or than any index")
         index_file = self.rfile.read(size)
         index = PartIndex.from_bytes(index_file)
-        if (index.save, index.client) != (save, client) or length != LENGTH_NBYTES + len(index_file) + index.nbytes:
-            raise _RefusedError(400, "the part is not the one that the request names")
-        try:
-            self._keep(index, index_file)
-        except BaseException:
-            self.server.refused.append((save, client))
-            raise
+        with self._held_by(base, index) as held:
+            nbytes = sum(stop - start for start, stop in gaps(held.ranges, index.nbytes))
+            if (index.save, index.client) != (save, client) or length != LENGTH_NBYTES + len(index_file) + nbytes:
+                raise _RefusedError(400, "the part is not the one that the request names")
+            try:
+                self._keep(index, index_file, held)
+            except BaseException:
+                self.server.refused.append((save, client))
+                raise
         self._answer([], 204)
 
-    def _keep(self, index: PartIndex, index_file: bytes) -> None:
+    @contextmanager
+    def _held_by(self, base: SaveId | None, index: PartIndex) -> Iterator[_Held]:
+        """Keep a part of another save from being removed; yield the elements of a new part that it has."""
+        if base is None:
+            yield _Held(memoryview(b""), [])
+            return
+        unpin = self.server.folder.pin(base)
+        try:
+            part = self.server.open_part(base, index.client)
+            if part.path is None:
+                raise _RefusedError(404, "the part lies in memory that is lent")
+            yield _Held(part.memory.data, index.ranges_in(part.index))
+        finally:
+            unpin()
+
+    def _keep(self, index: PartIndex, index_file: bytes, held: _Held) -> None:
         file = self.server.folder.take(index.nbytes)
         try:
-            self._receive(file, index)
+            self._receive(file, index, held)
             validate_part(file.view, index)
             self.server.folder.put(file, index, index_file, is_voted=True)
             self.server.forget_part(index.save, index.client)
@@ -558,13 +592,16 @@ class _PartHandler(BaseHTTPRequestHandler):
             self.server.folder.give_back(file)
             raise
 
-    def _receive(self, file: PartFile, index: PartIndex) -> None:
-        at = 0
-        while at < index.nbytes:
-            count = self.rfile.readinto(file.view[at : min(at + RECV_NBYTES, index.nbytes)])
-            if not count:
-                raise _RefusedError(400, "the part ended before its length")
-            at += count
+    def _receive(self, file: PartFile, index: PartIndex, held: _Held) -> None:
+        for start, stop in gaps(held.ranges, index.nbytes):
+            at = start
+            while at < stop:
+                count = self.rfile.readinto(file.view[at : min(at + RECV_NBYTES, stop)])
+                if not count:
+                    raise _RefusedError(400, "the part ended before its length")
+                at += count
+        for each in held.ranges:
+            file.view[each.start : each.stop] = held.memory[each.at : each.at + each.stop - each.start]
 
 
 def _validate_boxes(wanted: Any, index: PartIndex) -> None:

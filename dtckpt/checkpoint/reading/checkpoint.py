@@ -64,7 +64,7 @@ class Checkpoint:
     ) -> None:
         self.path = path
         # Signed bytes are read as bytes of other storage are: once for all clients, and not straight from a file.
-        self.is_remote = signed is not None or is_remote(path)
+        self.is_remote = is_remote(path)
         self.signed = signed
         self.files = files
         self.reopen = reopen

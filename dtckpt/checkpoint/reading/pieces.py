@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import combinations, islice
@@ -124,8 +124,7 @@ class RulePieces(ABC):
     """The pieces of a whole tensor that follow from a rule, and are made only when they are asked for.
 
     A checkpoint may have many pieces for each process, and a command that lists its tensors needs none. The rule
-    promises what `PieceTensor` checks of other pieces: they fill the tensor, do not overlap, lie in the extents, and
-    each is in C order.
+    promises what `PieceTensor` checks of other pieces: they fill the tensor, do not overlap, and lie in the extents.
     """
 
     extents: Sequence[Extent]
@@ -172,6 +171,8 @@ class PieceTensor:
     elements: np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
     is_whole: bool = field(init=False, compare=False, repr=False)
     """Whether all elements were saved."""
+    stored_nbytes: int = field(init=False, compare=False, repr=False)
+    """Bytes of the elements that were saved in pieces."""
     _made: _MadePieces | None = field(init=False, compare=False, repr=False)
     """The pieces, and how they are found; None until they are needed."""
 
@@ -181,8 +182,9 @@ class PieceTensor:
         is_sane = len(self.shape) <= MAX_RANK and min(self.shape, default=0) >= 0
         if not is_sane or math.prod(filter(None, self.shape)) > MAX_NUMEL:
             raise self._error(f"nothing can have shape {self.shape}")
-        if isinstance(self.pieces, RulePieces):
-            object.__setattr__(self, "_made", None)
+        object.__setattr__(self, "_made", None)
+        if not isinstance(self.pieces, tuple):
+            object.__setattr__(self, "stored_nbytes", self.nbytes)
             object.__setattr__(self, "is_whole", True)
             return
         if len(self.pieces) > MAX_PIECES:
@@ -191,14 +193,13 @@ class PieceTensor:
             is_same = self.elements.shape == self.shape and self.elements.dtype == DTYPES[self.dtype]
             if self.pieces or not is_same:
                 raise self._error("its elements differ from its description")
-        object.__setattr__(self, "_made", None)
         if len(self.pieces) > 1:
             self._make()
         else:
             self._validate_pieces()
-        numel = math.prod(self.shape)
-        is_whole = self.elements is not None or sum(piece.region.numel for piece in self.pieces) == numel
-        object.__setattr__(self, "is_whole", is_whole)
+        stored = self.itemsize * sum(piece.region.numel for piece in self.pieces)
+        object.__setattr__(self, "stored_nbytes", stored)
+        object.__setattr__(self, "is_whole", self.elements is not None or stored == self.nbytes)
 
     def _make(self) -> _MadePieces:
         """Make the pieces that a rule tells, check them, and make the index of them."""
@@ -219,10 +220,10 @@ class PieceTensor:
 
     def validate_piece(self, piece: Piece) -> None:
         """Raise `CheckpointCorruptError` if a piece does not fit the tensor, or a number of it is out of bounds."""
-        region, strides = piece.region, piece.element_strides
+        region, strides = piece.region, piece.strides
         if not self.contains(region) or region.is_empty:
             raise self._error(f"its piece {region} is not inside shape {self.shape}")
-        if len(strides) != region.ndim or min(strides, default=0) < 0:
+        if strides is not None and (len(strides) != region.ndim or min(strides, default=0) < 0):
             raise self._error(f"its piece {region} has strides {strides}")
         if not 0 <= piece.offset <= piece.stop(self.itemsize) <= _MAX_NBYTES:
             raise self._error(f"its piece {region} would begin at byte {piece.offset} of {piece.file!r}")
@@ -232,8 +233,6 @@ class PieceTensor:
     def renamed(self, name: str) -> PieceTensor:
         """Return the tensor under another name, without checks."""
         tensor = copy.copy(self)
-        for attribute in ("is_whole", "_made"):
-            object.__setattr__(tensor, attribute, getattr(self, attribute))
         object.__setattr__(tensor, "name", name)
         return tensor
 
@@ -252,6 +251,8 @@ class PieceTensor:
 
     def contains(self, region: Region) -> bool:
         """Whether a region is inside the tensor."""
+        if region.shape == self.shape:
+            return not any(region.offset)
         return region.ndim == len(self.shape) and all(
             start + size <= limit for start, size, limit in zip(region.offset, region.shape, self.shape, strict=True)
         )
@@ -262,13 +263,6 @@ class PieceTensor:
         if (position := made.positions.get(region)) is not None:
             return [made.pieces[position]]  # pieces do not overlap
         return [made.pieces[position] for position in made.index.meeting(region)]
-
-    @property
-    def stored_nbytes(self) -> int:
-        """Bytes of the elements that were saved in pieces."""
-        if isinstance(self.pieces, RulePieces):
-            return self.nbytes
-        return self.itemsize * sum(piece.region.numel for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +321,13 @@ class PieceIndex:
                 f"{stored} bytes of files; restore another checkpoint"
             )
 
+    def with_rest(self, *, files: Iterable[str] | None = None, unread: Iterable[str] = ()) -> PieceIndex:
+        """Return the same index with other names of files, and more names that are not read; checks nothing again."""
+        index = copy.copy(self)
+        object.__setattr__(index, "files", self.files if files is None else tuple(files))
+        object.__setattr__(index, "unread", (*self.unread, *unread))
+        return index
+
     def held_in(self, file: str) -> str:
         """Return a text of the regions that a file holds, for a message: of the first tensors."""
         held = (
@@ -342,11 +343,12 @@ class PieceIndex:
         """Yield the bytes of all pieces; bytes that tensors share by a rule come once."""
         shared: dict[int, Sequence[Extent]] = {}
         for tensor in self.tensors.values():
-            if isinstance(tensor.pieces, RulePieces):
-                shared[id(tensor.pieces.extents)] = tensor.pieces.extents
-            else:
+            # Not `isinstance` of `RulePieces`: that takes ten times as long for an abstract class.
+            if isinstance(tensor.pieces, tuple):
                 for piece in tensor.pieces:
                     yield piece.file, piece.offset, piece.stop(tensor.itemsize)
+            else:
+                shared[id(tensor.pieces.extents)] = tensor.pieces.extents
         for extents in shared.values():
             yield from extents
 

@@ -13,8 +13,9 @@ than the copy.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import compress
 
 import torch
 
@@ -32,10 +33,13 @@ class AsideMemory:
 
     Args:
         max_nbytes: Bound on the bytes of the memory; None: no bound.
+        needs: Whether a component of a tensor must stay as it is during the read. Tensors without such a component are
+            read in place. Default: all must.
     """
 
-    def __init__(self, max_nbytes: int | None = None) -> None:
+    def __init__(self, max_nbytes: int | None = None, needs: Callable[[torch.Tensor], bool] = lambda _: True) -> None:
         self._max_nbytes = max_nbytes
+        self._needs = needs
         self._memory: dict[_Key, torch.Tensor] = {}
         self._starts: list[int] = []
         self._stops: list[int] = []
@@ -54,7 +58,8 @@ class AsideMemory:
             CheckpointError: The memory would be larger than ``max_nbytes``; none is taken.
         """
         leaves = list(leaves)
-        wanted = {_key(memory): memory for leaf in leaves for memory in leaf.components}
+        moved = [not leaf.components or any(map(self._needs, leaf.components)) for leaf in leaves]
+        wanted = {_key(memory): memory for leaf in compress(leaves, moved) for memory in leaf.components}
         nbytes = sum(memory.nbytes for memory in wanted.values())
         if self._max_nbytes is not None and nbytes > self._max_nbytes:
             raise CheckpointError(
@@ -72,7 +77,7 @@ class AsideMemory:
                 self._memory[key] = host_memory.allocate(memory.shape, memory.dtype)
         spans = sorted((memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in self._memory.values())
         self._starts, self._stops = [start for start, _ in spans], [stop for _, stop in spans]
-        return [self._beside(leaf) for leaf in leaves]
+        return [self._beside(leaf) if is_moved else leaf for leaf, is_moved in zip(leaves, moved, strict=True)]
 
     def _beside(self, leaf: Leaf) -> Leaf:
         components = tuple(self._memory[_key(memory)] for memory in leaf.components)

@@ -195,6 +195,8 @@ def stage_restore(
     target: Any,
     aside: AsideMemory,
     *,
+    mesh: MeshLike | None = None,
+    layouts: Layouts | None = None,
     options: RestoreOptions,
     group: Group | None = None,
 ) -> StagedRestore:
@@ -204,8 +206,9 @@ def stage_restore(
 
     Args:
         aside: The memory; kept from one restore into the target to the next.
+        mesh: As for `restore`, like ``layouts``.
     """
-    request = _RestoreRequest.of(path, choose, target, options, group=group)
+    request = _RestoreRequest.of(path, choose, target, options, mesh=mesh, layouts=layouts, group=group)
     staged: StagedRestore = replace(request, aside=aside).run(lambda staged: staged)
     return staged
 
@@ -420,7 +423,7 @@ def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> 
                 validate_expected(report)
 
         if options.trusted_keys:
-            collective.run_round("trusted", lambda: _verify_share(checkpoint, collective))
+            collective.run_round("trusted", lambda: _look_for_share(checkpoint, collective))
 
         def read() -> bytes:
             request.begin()
@@ -434,11 +437,14 @@ def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> 
     return StagedRestore(prepared, replace(report, phases=phases.costs), options.report)
 
 
-def _verify_share(checkpoint: Checkpoint, collective: Collective) -> bytes:
-    """Verify this client's share of the signed files, before any client fills a tensor."""
+def _look_for_share(checkpoint: Checkpoint, collective: Collective) -> bytes:
+    """Look for this client's share of the signed files, before any client fills a tensor.
+
+    Their bytes are compared with the signed digests when they are read, before they get to a tensor.
+    """
     assert checkpoint.signed is not None  # noqa: S101  `_prepare` has refused the others
     participants = collective.participants
-    checkpoint.signed.validate_share(participants.index(collective.client), len(participants), lambda _: None)
+    checkpoint.signed.validate_sizes(participants.index(collective.client), len(participants))
     return b""
 
 

@@ -51,11 +51,49 @@ class ChunkDigests(NamedTuple):
     content: int = 0
 
     @classmethod
-    def of(cls, plan: TensorPlan, number: int, elements: np.ndarray[Any, Any], *, with_content: bool) -> ChunkDigests:
-        """Digest the elements of a chunk, in the stored dtype."""
+    def of(
+        cls,
+        plan: TensorPlan,
+        number: int,
+        elements: np.ndarray[Any, Any],
+        *,
+        with_content: bool,
+        saved: SavedChunk | None = None,
+    ) -> ChunkDigests:
+        """Digest the elements of a chunk, in the stored dtype.
+
+        Args:
+            plan: The tensor's plan.
+            number: Number of the chunk.
+            elements: The elements.
+            with_content: Whether to digest the content.
+            saved: A saved chunk of this tensor and place. If it is equal, its share is this chunk's.
+        """
         (index, region), itemsize = plan.grid.chunk(number), DTYPES[plan.spec.stored_dtype].itemsize
-        facts = identify_chunk(plan.spec.name, index, elements, Blocks.of(plan.grid, itemsize))
-        return cls(*facts, content_share(elements, plan.grid.shape, region) if with_content else 0)
+        found = cls(*identify_chunk(plan.spec.name, index, elements, Blocks.of(plan.grid, itemsize)))
+        if not with_content:
+            return found
+        if saved is not None and saved.share is not None and saved.is_equal(found):
+            return found._replace(content=saved.share)
+        return found._replace(content=content_share(elements, plan.grid.shape, region))
+
+
+class SavedChunk(NamedTuple):
+    """The digests of a chunk of an earlier checkpoint.
+
+    Args:
+        digest: Its digest.
+        identity: Its identity.
+        share: Its share in the tensor's content; None if it is not known.
+    """
+
+    digest: int
+    identity: int
+    share: int | None
+
+    def is_equal(self, other: ChunkDigests) -> bool:
+        """Whether a chunk of the same tensor and place has the same elements: 128 bits of their digests agree."""
+        return (self.digest, self.identity) == (other.digest, other.identity)
 
 
 @dataclass(slots=True, eq=False)
@@ -66,11 +104,14 @@ class TensorDigests:
         chunks: Digest by chunk number, ascending.
         identities: Identity by chunk number, in the same order.
         blocks_of: Digests of the blocks, by number of a chunk that has several.
+        shares: The chunks' shares in the tensor's content, by number, in the same order; 0 where they are digested as
+            one (`is_gathered`).
         content: The chunks' share in the tensor's content.
     """
 
     chunks: dict[int, int] = field(default_factory=dict)
     identities: dict[int, int] = field(default_factory=dict)
+    shares: dict[int, int] = field(default_factory=dict)
     blocks_of: dict[int, list[int]] = field(default_factory=dict)
     content: int = 0
 
@@ -82,6 +123,7 @@ class TensorDigests:
     def put(self, number: int, digests: ChunkDigests) -> None:
         """Add the digests of one chunk."""
         self.chunks[number], self.identities[number] = digests.digest, digests.identity
+        self.shares[number] = digests.content
         if digests.blocks:
             self.blocks_of[number] = digests.blocks
         self.content ^= digests.content
@@ -137,13 +179,14 @@ class ChunkDigester:
         """
         result = self._results.get(position) or self._results.setdefault(position, TensorDigests())
         if self._threads is None or elements.nbytes < MIN_NBYTES:
-            is_gathered = self._with_content and _is_gathered(plan)
-            with_content = self._with_content and not is_gathered
+            gathers = self._with_content and is_gathered(plan)
+            with_content = self._with_content and not gathers
             result.put(number, ChunkDigests.of(plan, number, elements, with_content=with_content))
-            if is_gathered:
+            if gathers:
                 self._gather(position, plan, number, elements)
             return
-        result.chunks[number] = result.identities[number] = 0  # in their order, whatever the order of the results
+        # In their order, whatever the order of the results.
+        result.chunks[number] = result.identities[number] = result.shares[number] = 0
         future = self._threads.submit(ChunkDigests.of, plan, number, elements, with_content=self._with_content)
         self._pending.append((result, number, future))
         if not is_kept:
@@ -187,7 +230,7 @@ class ChunkDigester:
         return self._results
 
 
-def _is_gathered(plan: TensorPlan) -> bool:
+def is_gathered(plan: TensorPlan) -> bool:
     """Whether a tensor's content is digested once for all its chunks; see `GATHERED_NBYTES`."""
     grid = plan.grid
     is_cut = grid.chunk_shape[1:] != grid.shape[1:]

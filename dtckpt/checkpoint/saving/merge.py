@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from dtckpt._proto import checkpoint_pb2
 from dtckpt.checkpoint.gc_pause import gc_paused
+from dtckpt.checkpoint.saving.digests import is_gathered
 from dtckpt.checkpoint.saving.plan import NO_CLIENT, CopyRule, SavePlan, TensorPlan
 from dtckpt.checkpoint.saving.replica_check import log_differing, mismatch_error
 from dtckpt.checkpoint.saving.reuse import Base
@@ -88,7 +89,7 @@ def merge_clients(
     lists = _ChunkLists(plan, root, announced)
     reused = partial(_reused_keys, plan, lists) if base is not None else tuple
     work = partial(merge, manifest.kvstore, root, keys, reused)
-    with _beside(work, is_slow=not isinstance(root, LocalFolder)):
+    with _beside(work, is_slow=not isinstance(root, LocalFolder)) as wait_for_merge:
         with gc_paused():
             origins = _Origins(plan, lists, base)
             entries = {entry.name: entry for entry in _entries(plan, lists, contents, origins)}
@@ -96,6 +97,7 @@ def merge_clients(
             complete = manifest.with_arrays(entries, documents, tuple(origins.names))
         if base is not None:
             # The manifest promises that no chunk is missing. So check first that the reused chunks are there.
+            wait_for_merge()
             chunks = ((item, item.grid.index(number)) for item, number in _chunks_at(plan, lists.reused))
             validate_reused(manifest.kvstore, root, base.folder, chunks)
         with translate_errors("write the manifest", root):
@@ -106,21 +108,22 @@ def merge_clients(
 
 
 @contextmanager
-def _beside(work: Callable[[], object], *, is_slow: bool) -> Iterator[None]:
+def _beside(work: Callable[[], object], *, is_slow: bool) -> Iterator[Callable[[], object]]:
     """Do work beside the context if storage takes long to answer, else before it; raise its error.
 
-    After a failure in the context the work has ended, too: it could go on writing to folders that are removed.
+    The context gets a function that waits until the work has ended, and raises its error. After a failure in the
+    context the work has ended, too: it could go on writing to folders that are removed.
     """
     if not is_slow:
         work()
-    done = begin(work, "dtckpt-merge") if is_slow else None
+        yield lambda: None
+        return
+    done = begin(work, "dtckpt-merge")
     try:
-        yield
+        yield done.result
     finally:
-        if done is not None:
-            done.exception()
-    if done is not None:
-        done.result()
+        done.exception()
+    done.result()
 
 
 class _ChunkLists:
@@ -147,8 +150,9 @@ class _ChunkLists:
         for client, expected in announced:
             found[client] = each = _chunk_list(lists, self._root / client_folder(client), client, expected)
             count = plan.chunks_of(client).size
-            # A worker of an earlier version, whose part is taken up again, left no identities.
-            if each.plan != plan.topic or len(each.digests) != count or len(each.identities) not in (0, count):
+            # A worker of an earlier version, whose part is taken up again, left no identities and no shares.
+            lengths = {len(each.identities), len(each.shares)}
+            if each.plan != plan.topic or len(each.digests) != count or not lengths <= {0, count}:
                 raise CheckpointCorruptError(
                     f"client {client} did not write as planned; nothing was committed, save again"
                 )
@@ -240,9 +244,9 @@ def _entries(
 ) -> Iterator[ArrayEntry]:
     """Yield the manifest's entry of every tensor, from the plan and the clients' chunk lists."""
     digests = np.zeros(plan.owners.size, np.uint64)
-    identities = np.zeros(plan.owners.size, np.uint64)
+    identities, shares = np.zeros((2, plan.owners.size), np.uint64)
     contents = np.zeros(len(plan.tensors), np.uint64)
-    has_content = has_identities = True
+    has_content = has_identities = has_shares = True
     copies: dict[tuple[int, int], dict[int, list[int]]] = {}
     for client, chunk_list in lists.by_client.items():
         chunks = plan.chunks_of(client)
@@ -252,6 +256,10 @@ def _entries(
             identities[chunks] = np.array(chunk_list.identities, np.uint64)
         else:
             has_identities = False
+        if len(chunk_list.shares) == chunks.size:
+            shares[chunks] = np.array(chunk_list.shares, np.uint64)
+        else:
+            has_shares = False
         if len(chunk_list.contents) == tensors.size:
             # A tensor's content is the exclusive or of the shares of its chunks; their writers do not matter.
             contents[tensors] ^= np.array(chunk_list.contents, np.uint64)
@@ -262,9 +270,9 @@ def _entries(
     _validate_copies(plan, copies)
     kinds: dict[tuple[Any, ...], ArrayKind] = {}
     has_missing = bool((plan.owners == NO_CLIENT).any())
-    for item, bounds, share in zip(plan.tensors, pairwise(plan.starts.tolist()), contents.tolist(), strict=True):
+    for item, bounds, joined in zip(plan.tensors, pairwise(plan.starts.tolist()), contents.tolist(), strict=True):
         itemsize = DTYPES[item.spec.stored_dtype].itemsize
-        content = content_digest(share, item.grid.shape, itemsize) if has_content else None
+        content = content_digest(joined, item.grid.shape, itemsize) if has_content else None
         must = item.spec.content if item.spec.content is not None else expected_contents.get(item.spec.name)
         if content is not None and must not in (None, content):
             raise CheckpointCorruptError(
@@ -280,7 +288,17 @@ def _entries(
             kind = kinds[facts] = ArrayKind(*facts[:3], item.owners, *facts[4:])
         own = slice(*bounds)
         identity = identities[own] if has_identities else None
-        yield ArrayEntry(spec.name, item.path, kind, digests[own], content, identity, origins.of(item, bounds))
+        is_cut = has_shares and item.grid.num_chunks > 1 and not is_gathered(item)
+        yield ArrayEntry(
+            spec.name,
+            item.path,
+            kind,
+            digests[own],
+            content,
+            identity,
+            origins.of(item, bounds),
+            shares[own] if is_cut and content is not None else None,
+        )
 
 
 def _validate_copies(plan: SavePlan, copies: Mapping[tuple[int, int], Mapping[int, Sequence[int]]]) -> None:

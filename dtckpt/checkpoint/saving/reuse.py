@@ -10,7 +10,8 @@ before any of them is copied or written::
                             the same             ---->  another digest or identity  ---->  write
                                                         the same                    ---->  share
 
-Where training changes everything, one block of 256 KiB per chunk tells, and the save costs what it did before.
+Where training changes everything, one block of 256 KiB per chunk tells, and the save costs what it did before. Where a
+chunk has not changed, the base's manifest also tells its share in the tensor's content, so its bytes are read once.
 
 In a database many chunks share a data file. A file of which less than half is still in use is not shared: its chunks
 are written again, apart from the chunks that have changed. So they are in a file that is worth sharing next time, and a
@@ -29,11 +30,13 @@ from typing import Any
 import numpy as np
 
 from dtckpt.checkpoint.reading.block_digests import BlockDigests
-from dtckpt.checkpoint.saving.digests import MIN_NBYTES, ChunkDigests
+from dtckpt.checkpoint.saving.digests import MIN_NBYTES, ChunkDigests, SavedChunk
 from dtckpt.checkpoint.saving.plan import SavePlan, TensorPlan
 from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import CheckpointCorruptError, CheckpointError, StorageError
+from dtckpt.format.content import share_of_content
 from dtckpt.format.digest import as_bytes, bytes_digest
+from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.manifest import MANIFEST_NAME, MAX_MANIFEST_NBYTES, ArrayEntry, Manifest
 from dtckpt.layout.region import Region
 from dtckpt.storage.commit import commit_target_of
@@ -144,10 +147,15 @@ def candidates(plan: SavePlan, client: int, base: Manifest) -> Iterator[tuple[in
             yield index, item, number, entry
 
 
-def is_equal(digests: ChunkDigests, entry: ArrayEntry, number: int) -> bool:
-    """Whether digest and identity of a chunk equal those of a saved chunk."""
+def saved_chunk(entry: ArrayEntry, number: int) -> SavedChunk:
+    """Return the digests of a chunk of the base."""
     assert entry.identities is not None  # noqa: S101  `is_alike`
-    return (digests.digest, digests.identity) == (int(entry.digests[number]), int(entry.identities[number]))
+    share = None
+    if entry.content is not None and entry.grid.num_chunks == 1:
+        share = share_of_content(entry.content, entry.shape, entry.itemsize)
+    elif entry.shares is not None:
+        share = int(entry.shares[number])
+    return SavedChunk(int(entry.digests[number]), int(entry.identities[number]), share)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,25 +220,25 @@ def find_reuse(plan: SavePlan, client: int, base: Base, fetch: Fetch, *, with_co
     """
     digests: dict[ChunkId, ChunkDigests] = {}
     waiting: list[tuple[ChunkId, Future[ChunkDigests]]] = []
-    entries: dict[int, ArrayEntry] = {}
+    saved: dict[ChunkId, SavedChunk] = {}
     with Pool(NUM_THREADS, "dtckpt-digests") as pool:
         for index, item, number, entry in candidates(plan, client, base.manifest):
-            entries[index] = entry
             if not _looks_equal(item, number, entry, base, fetch):
                 continue
+            saved[index, number] = known = saved_chunk(entry, number)
             elements = fetch(item, item.grid.chunk(number)[1])
             # New memory is digested and freed at once; views of the state cost nothing while they wait.
             if elements.flags.owndata or elements.nbytes < MIN_NBYTES:
-                digests[index, number] = ChunkDigests.of(item, number, elements, with_content=with_content)
+                digests[index, number] = ChunkDigests.of(item, number, elements, with_content=with_content, saved=known)
             else:
-                work = pool.submit(ChunkDigests.of, item, number, elements, with_content=with_content)
+                work = pool.submit(ChunkDigests.of, item, number, elements, with_content=with_content, saved=known)
                 waiting.append(((index, number), work))
         digests |= {chunk: work.result() for chunk, work in waiting}
     found: dict[ChunkId, FileRange] = {}
     with translate_errors("look for chunks of the base", base.where, is_read=True):
         for (index, number), each in digests.items():
             item = plan.tensors[index]
-            if is_equal(each, entries[index], number):
+            if saved[index, number].is_equal(each):
                 stored = base.chunks.find(item, item.grid.index(number))
                 if stored is not None:
                     found[index, number] = stored
@@ -242,7 +250,7 @@ def find_reuse(plan: SavePlan, client: int, base: Base, fetch: Fetch, *, with_co
         item = plan.tensors[index]
         region = item.grid.chunk(number)[1]
         regions[item.name].add(region)
-        nbytes += region.numel * entries[index].itemsize
+        nbytes += region.numel * DTYPES[item.stored_dtype].itemsize
     return Reuse(
         digests,
         shared,

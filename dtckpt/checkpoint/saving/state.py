@@ -60,7 +60,13 @@ class State:
 
 
 def state_of_tree(
-    tree: Any, options: SaveOptions, client: int, clients: Sequence[int], *, casts: Casts | None = None
+    tree: Any,
+    options: SaveOptions,
+    client: int,
+    clients: Sequence[int],
+    *,
+    casts: Casts | None = None,
+    kept_by: ClientNumber | None = None,
 ) -> State:
     """Describe a state tree for a save over some clients.
 
@@ -70,17 +76,21 @@ def state_of_tree(
         client: This client.
         clients: The clients that save.
         casts: The dtypes that tensors are converted to as they are copied; default: their own.
+        kept_by: The place of the client to which values go back that it keeps, whatever the number of clients: see
+            ``on_resize="keep"`` of `dtckpt.PerClient`. Default: its place among ``clients``.
     """
-    leaves, structure, roles = flatten_state(tree, ClientNumber.among(client, clients))
+    leaves, structure, roles = flatten_state(tree, ClientNumber.among(client, clients), kept_by)
     entries = [(name, value, "") for name, value in leaves.items()]
     return state_of_tensors(
         entries, options, clients=clients, structure=structure, roles=roles, with_root_meshes=True, casts=casts
     )
 
 
-def flatten_state(tree: Any, client: ClientNumber) -> tuple[dict[str, Any], trees.Node, dict[str, Role]]:
+def flatten_state(
+    tree: Any, client: ClientNumber, kept_by: ClientNumber | None = None
+) -> tuple[dict[str, Any], trees.Node, dict[str, Role]]:
     """Return the tensors of a state tree by name, its structure, and the roles of the tensors by name."""
-    states = ObjectStates(client)
+    states = ObjectStates(client, kept_by)
     leaves, structure = trees.flatten(tree, is_tensor, states)
     return leaves, structure, {name: states.roles.of(leaf) for name, leaf in leaves.items()}
 
@@ -186,14 +196,18 @@ class MemorySource:
     def synchronize(self) -> None:
         """Wait for the work of the current streams on GPUs: other threads read the tensors on other streams."""
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            tensors = (copy for boxes in self._parts.values() for _, copies in boxes for copy in copies)
-            for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            for device in {tensor.device for tensor in self.tensors if tensor.is_cuda}:
                 torch.cuda.current_stream(device).synchronize()
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether some elements are not in host memory."""
-        return any(is_elsewhere(copy) for boxes in self._parts.values() for _, copies in boxes for copy in copies)
+        return any(map(is_elsewhere, self.tensors))
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The memory of all boxes, with all local copies."""
+        return (copy for boxes in self._parts.values() for _, copies in boxes for copy in copies)
 
     def parts(self, name: str) -> Sequence[tuple[Region, list[torch.Tensor]]]:
         """Return the boxes of a tensor and the local copies of each."""
@@ -233,13 +247,14 @@ class ObjectStates:
 
     Args:
         client: The client's place among the clients that save.
+        kept_by: As for `state_of_tree`.
 
     Attributes:
         roles: The roles of the tensors in the states that were returned.
     """
 
-    def __init__(self, client: ClientNumber) -> None:
-        self._client = client
+    def __init__(self, client: ClientNumber, kept_by: ClientNumber | None = None) -> None:
+        self._client, self._kept_by = client, kept_by or client
         self._marks = shard_marks()
         self.roles = Roles()
         self._modules: list[tuple[nn.Module, str]] = []
@@ -248,7 +263,8 @@ class ObjectStates:
     def __call__(self, value: Any, path: str) -> Any:
         """Return the state of an object at a path, and any other value itself."""
         if isinstance(value, PerClient):
-            return ClientValues({self._client.number: value.value}, self._client.num_clients)
+            own = self._kept_by if value.on_resize == "keep" else self._client
+            return ClientValues({own.number: value.value}, own.num_clients)
         if not is_stateful(value):
             return value
         if isinstance(value, Optimizer):

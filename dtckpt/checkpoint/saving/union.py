@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from dtckpt.checkpoint.saving.plan import KEPT_STRUCTURES, CopyRule, Holding, TensorSpec
-from dtckpt.errors import ComponentError, SaveDisagreementError, capped
+from dtckpt.errors import ComponentError, SaveDisagreementError, TensorPartMissingError, capped
 from dtckpt.format.digest import bytes_digest
 from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
@@ -125,7 +125,7 @@ def unite(descriptions: Mapping[Clients, Description]) -> tuple[TensorSpec, ...]
 
     Raises:
         ComponentError: Clients disagree on a tensor's shape, dtype or layout.
-        SaveDisagreementError: No client passes a part of a tensor.
+        TensorPartMissingError: No client passes a part of a tensor.
     """
     claims: dict[str, list[Claim]] = {}
     for clients, description in descriptions.items():
@@ -164,7 +164,7 @@ def passed_by_all(specs: tuple[TensorSpec, ...], clients: Clients) -> tuple[Tens
     """Return the tensors of a save whose clients all pass the same; they are kept, as the plan is.
 
     Raises:
-        SaveDisagreementError: A part of a tensor is on other clients.
+        TensorPartMissingError: A part of a tensor is on other clients.
     """
     everyone = set(clients)
     kept: dict[int, bool] = {}
@@ -270,7 +270,7 @@ def _validate_nothing_lost(name: str, claims: Sequence[Claim], united: Sequence[
         if numel >= sum(holding.region.numel for holding in spec.holdings):
             continue
         lost = next(holding for holding in spec.holdings if holding.region not in held)
-        raise SaveDisagreementError(
+        raise TensorPartMissingError(
             f"a part of tensor {name!r} would be missing: in the layout that {_these(clients)} pass, {lost.region} is "
             f"on {_these(lost.clients)}, where this save gets the tensor in another layout or not at all; pass a "
             "sharded tensor on every client of its mesh"

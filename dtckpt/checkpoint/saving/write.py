@@ -187,6 +187,9 @@ class ClientWriter:
             identities=[identity for result in by_tensor.values() for identity in result.identities.values()],
             reused=self._reused_bits(),
             contents=[result.content for result in by_tensor.values()] if options.content_digest else [],
+            shares=[share for result in by_tensor.values() for share in result.shares.values()]
+            if options.content_digest
+            else [],
         )
         # The digest travels with the vote: so the leader notices a list that it sees in an older state, or damaged.
         data = chunk_list.SerializeToString(deterministic=True)

@@ -15,6 +15,7 @@ from dtckpt.checkpoint.signing.statement import (
     Envelope,
     SignedFile,
     SignedFiles,
+    best_algorithm,
     block_nbytes_of,
     signed_message,
 )
@@ -59,8 +60,9 @@ def sign(
 ) -> SignReport:
     """Sign a checkpoint with an Ed25519 key; the signature is the file ``dtckpt.signature`` in it. Local.
 
-    The signature covers the manifest and all other files, by SHA-256 digests. The same bytes are verified by the
-    manifest's digests at the same time, so a damaged checkpoint is not signed. Signatures of other keys stay.
+    The signature covers the manifest and all other files, by BLAKE3 digests, or SHA-256 without the package ``blake3``.
+    The same bytes are verified by the manifest's digests at the same time, so a damaged checkpoint is not signed.
+    Signatures of other keys stay, and their algorithm of digests.
 
     Args:
         path: The checkpoint.
@@ -71,7 +73,7 @@ def sign(
         CheckpointNotFoundError: There is no checkpoint of dtckpt.
         CheckpointCorruptError: The checkpoint is damaged.
         CheckpointConflictError: A save replaced it meanwhile.
-        ConfigError: The key cannot be used.
+        ConfigError: The key cannot be used, or another signature's digests need a package that is not installed.
         StorageError: Storage refused.
     """
     start = time.monotonic()
@@ -83,10 +85,13 @@ def sign(
         if isinstance(folder, LocalFolder):
             with translate_errors("open the checkpoint", where):
                 folder = folder.hold(follow=False)  # this very directory, if a save replaces it meanwhile
-        signed = digest_files(where, folder, progress)
+        former = _signature_in(folder)
+        algorithm = _algorithm_of(former)
+        signed = digest_files(where, folder, progress, algorithm)
         payload = signed.to_bytes()
         name = key_id(own.public_key())
-        signatures = {**_other_signatures(folder, payload), name: own.sign(signed_message(payload))}
+        others = former.signatures if former is not None and former.payload == payload else {}
+        signatures = {**others, name: own.sign(signed_message(payload))}
         data = Envelope(payload, signatures).to_bytes()
         if len(data) > MAX_SIGNATURE_NBYTES:
             raise ConfigError(f"the signature of {where} would have {len(data)} bytes; save fewer tensors together")
@@ -98,7 +103,9 @@ def sign(
     return SignReport(where, name, len(signed.files), nbytes, len(signatures), time.monotonic() - start)
 
 
-def digest_files(where: Location, folder: Folder, progress: Callable[[str, int], object]) -> SignedFiles:
+def digest_files(
+    where: Location, folder: Folder, progress: Callable[[str, int], object], algorithm: str
+) -> SignedFiles:
     """Return the digests of all files of a checkpoint, each chunk verified. Blocks: on storage.
 
     Raises:
@@ -116,7 +123,7 @@ def digest_files(where: Location, folder: Folder, progress: Callable[[str, int],
     block_nbytes = block_nbytes_of(max(sum(known), tensors))
 
     def digest(file: WholeFile) -> SignedFile:
-        hasher = BlockHasher(block_nbytes)
+        hasher = BlockHasher(block_nbytes, algorithm)
         with translate_errors("read {}", where, file.name, is_read=True), open_ranges(folder, file.name) as read:
             for segment in plan.segments(file.name, file.nbytes):
                 found = read(segment.start, segment.stop)
@@ -130,24 +137,31 @@ def digest_files(where: Location, folder: Folder, progress: Callable[[str, int],
 
     with Pool(NUM_THREADS, "dtckpt-sign") as pool:
         found = dict(zip(files, pool.map(digest, files.values()), strict=True))
-    if found[MANIFEST_NAME] != _digested(data, block_nbytes):
+    of_manifest = BlockHasher(block_nbytes, algorithm)
+    of_manifest.add(memoryview(data))
+    if found[MANIFEST_NAME] != of_manifest.file():
         raise CheckpointConflictError(f"{where} was replaced while it was signed; sign it again")
-    return SignedFiles(block_nbytes, found)
+    return SignedFiles(block_nbytes, algorithm, found)
 
 
-def _digested(data: bytes, block_nbytes: int) -> SignedFile:
-    hasher = BlockHasher(block_nbytes)
-    hasher.add(memoryview(data))
-    return hasher.file()
-
-
-def _other_signatures(folder: Folder, payload: bytes) -> dict[str, bytes]:
-    """Return the signatures that the checkpoint has already, if they are over the same digests."""
+def _signature_in(folder: Folder) -> Envelope | None:
+    """Return the signatures that the checkpoint has already."""
     try:
-        envelope = Envelope.from_bytes(folder.read_whole(SIGNATURE_NAME, MAX_SIGNATURE_NBYTES))
+        return Envelope.from_bytes(folder.read_whole(SIGNATURE_NAME, MAX_SIGNATURE_NBYTES))
     except (FileNotFoundError, MalformedError, ValueError):
-        return {}
-    return dict(envelope.signatures) if envelope.payload == payload else {}
+        return None
+
+
+def _algorithm_of(former: Envelope | None) -> str:
+    """Return the algorithm of the digests. Signatures that are there keep theirs, so that they stay valid."""
+    if former is not None:
+        try:
+            return SignedFiles.from_bytes(former.payload).algorithm
+        except ConfigError:
+            raise
+        except ValueError:
+            pass  # it is replaced
+    return best_algorithm()
 
 
 def _is_there(now: Folder, folder: Folder) -> bool:

@@ -178,4 +178,4 @@ def copy_anew(session: TierSession, held: HeldSave, damaged: Collection[PartCopy
                 raise CheckpointCorruptError(f"the file of client {client} was cut short")
             unpin, peers = folder.pin(save), [joined.peer(receiver)]
             done = partial(acknowledged, (client, receiver))
-            replicator.submit(OutgoingPart(save, client, index.to_bytes(), data, peers, unpin, done))
+            replicator.submit(OutgoingPart(save, client, index, data, peers, unpin, done))

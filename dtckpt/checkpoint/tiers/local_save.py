@@ -264,7 +264,7 @@ def _copy(session: TierSession, begun: Begun, index: PartIndex) -> None:
     unpin = session.folder.pin(save)
     data = begun.file.take(begun.agreed.plan).view[: index.nbytes]
     protect = partial(session.replicator.protect, save)
-    copy = OutgoingPart(save, joined.client, index.to_bytes(), data, peers, unpin, protect, begun.is_agreed)
+    copy = OutgoingPart(save, joined.client, index, data, peers, unpin, protect, begun.is_agreed)
     session.replicator.submit(copy)
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
+from dtckpt.coordination import identity
 from dtckpt.errors import ConfigError
 
 
@@ -87,7 +87,7 @@ class LocalTier:
     @property
     def host_name(self) -> str:
         """The name of this host."""
-        return self.host or os.environ.get("DTCKPT_HOST") or socket.gethostname()
+        return self.host or identity.host_name()
 
     @property
     def domain_name(self) -> str:

@@ -11,6 +11,8 @@ still has to send an agreed save, all clients send this save, and no newer save 
 Clients still offer the next save's copies to a host that does not take copies. The log has the first failure, and then
 the end of the trouble.
 
+A host that has acknowledged a part copies from it the pieces that the next part has, too: these are not sent again.
+
 `ExpectedCopies` are the copies that come to this host.
 """
 
@@ -22,10 +24,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dtckpt.checkpoint.parts.host_folder import HostFolder, Stamp
 from dtckpt.checkpoint.parts.peers import Peer
-from dtckpt.checkpoint.parts.records import SaveId
+from dtckpt.checkpoint.parts.records import PartIndex, SaveId
 from dtckpt.checkpoint.tiers.copy_hosts import CopyHosts
 from dtckpt.comm.background_threads import begin
 from dtckpt.errors import DtckptError, capped, format_nbytes
@@ -48,7 +51,7 @@ class OutgoingPart:
     Args:
         save: The save.
         client: The client whose part it is.
-        index: The index file.
+        index: The index.
         data: The elements.
         peers: The servers of the hosts that get it.
         done: Called after the part was sent, or given up.
@@ -58,7 +61,7 @@ class OutgoingPart:
 
     save: SaveId
     client: int
-    index: bytes
+    index: PartIndex
     data: memoryview
     peers: Sequence[Peer]
     done: Callable[[], None]
@@ -88,6 +91,8 @@ class Replicator:
         self._max_rate = max_rate
         self._link_rate = link_rate
         self._measured: set[str] = set()
+        self._held: dict[tuple[str, int], PartIndex] = {}
+        """By host and client, the part that the host acknowledged last."""
         self._waiting: deque[OutgoingPart] = deque()
         self._changed = threading.Condition()
         self._sending: OutgoingPart | None = None
@@ -144,7 +149,7 @@ class Replicator:
         for peer in copy.peers:
             start = time.monotonic()
             try:
-                peer.put(copy.save, copy.client, copy.index, copy.data, self._max_rate)
+                nbytes = self._put(copy, peer)
             except DtckptError as error:
                 is_complete = False
                 if peer.host not in self._troubled:
@@ -155,14 +160,32 @@ class Replicator:
                     )  # fmt: skip
                 continue
             seconds = time.monotonic() - start
-            self.nbytes_sent += len(copy.data)
+            self.nbytes_sent += nbytes
             self.seconds += seconds
-            self._note_rate(peer.host, len(copy.data), seconds)
+            self._note_rate(peer.host, nbytes, seconds)
             if peer.host in self._troubled:
                 self._troubled.discard(peer.host)
                 logger.warning("host %s takes copies again, from step %d on", peer.host, copy.save.step)
         if is_complete:
             copy.acknowledged()
+
+    def _put(self, copy: OutgoingPart, peer: Peer) -> int:
+        """Send a part to a host, without the pieces of the part before that the host has; return the bytes sent."""
+        key, file = (peer.host, copy.client), copy.index.to_bytes()
+        base = self._held.pop(key, None)
+        held = [] if base is None else copy.index.ranges_in(base)
+        put = partial(peer.put, copy.save, copy.client, file, copy.data, self._max_rate)
+        if base is not None and held:
+            try:
+                nbytes = put(base=base.save, held=held)
+            except DtckptError as error:
+                # The host may have removed that part meanwhile, or its memory may be damaged.
+                logger.info("host %s gets all of step %d: %s", peer.host, copy.save.step, error)
+                nbytes = put()
+        else:
+            nbytes = put()
+        self._held[key] = copy.index
+        return nbytes
 
     def go_back(self, save: SaveId, newest: int) -> None:
         """Protect no save between a restored one and a number: its run was abandoned. Copies may still be under way."""

@@ -14,9 +14,7 @@ finds a disagreement.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +32,7 @@ from dtckpt.coordination.feeds.state import READABLE
 from dtckpt.coordination.feeds.tickets import Claim, check_ticket
 from dtckpt.coordination.grpc_calls import CALL_TIMEOUT_S, UnknownError, backoffs
 from dtckpt.coordination.grpc_client import MAX_WAIT_S, GrpcCoordination
+from dtckpt.coordination.identity import host_name
 
 logger = logging.getLogger("dtckpt.coordination")
 T = TypeVar("T")
@@ -48,11 +47,6 @@ PROBE_S = 1.0
 """How long a reader looks whether a publisher's registry listens, before it makes a call."""
 RENEWALS = 3
 """How often leases are renewed within their period."""
-
-
-def host_name() -> str:
-    """Return the name of this host: the variable ``DTCKPT_HOST``, else its host name."""
-    return os.environ.get("DTCKPT_HOST") or socket.gethostname()
 
 
 @dataclass(slots=True)
@@ -107,6 +101,9 @@ class FeedClient:
         timeout_s: How long a call waits for the coordinator; default: two heartbeat timeouts.
         clock: Monotonic seconds.
         is_publishers: Whether a publisher runs the registry: to wait for a version is to wait for the registry, too.
+
+    Attributes:
+        address: ``host:port`` of the coordinator.
     """
 
     def __init__(
@@ -117,6 +114,7 @@ class FeedClient:
         *,
         is_publishers: bool = False,
     ) -> None:
+        self.address = coordination.address
         self._coordination = coordination
         self._timeout_s = 2 * coordination.heartbeat_timeout_s if timeout_s is None else timeout_s
         self._clock = clock

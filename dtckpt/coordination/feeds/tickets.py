@@ -76,7 +76,7 @@ def check_ticket(key: bytes, ticket: bytes, *, feed: str, number: int, now_s: fl
     if now_s > expires_at + LEEWAY_S:
         raise TicketError(
             f"ticket of {claim.reader!r} for version {number} of feed {feed!r} ended {now_s - expires_at:.0f} s ago; "
-            "take a new lease"
+            "take a new lease, and compare the clocks of the coordinator and of this source"
         )
     return claim
 

@@ -18,6 +18,9 @@ FOLDER = Path(__file__).parent
 ERAS = ("format-1", "format-1-crc64")
 """Of the first, the content digests are not known any more."""
 KVSTORES = ("ocdbt", "zarr")
+BITS = "format-1-bits"
+"""Two checkpoints with codec ``blosc``, from the time when it shuffled bits: `compressed`."""
+COMPRESSED_NBYTES = 300 << 10
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
@@ -53,6 +56,20 @@ def tensors() -> dict[str, torch.Tensor]:
         "nested/below": counted((2,), torch.int8),
     }
     return found
+
+
+def compressed() -> dict[str, torch.Tensor]:
+    """Return tensors for a codec: chunks of one and of several blocks, and chunks at the edge."""
+    values = torch.arange(1100 * 256).reshape(1100, 256) % 251 - 100
+    names = ("bfloat16", "float16", "float32", "float64", "int64", "int8")
+    return {name: values.to(getattr(torch, name)) for name in names}
+
+
+def write_compressed(folder: Path) -> None:
+    """Write one compressed checkpoint per key-value store."""
+    for kvstore in KVSTORES:
+        options = SaveOptions(kvstore=kvstore, codec="blosc", chunk_nbytes=COMPRESSED_NBYTES)
+        dtckpt.save(folder / kvstore, compressed(), options=options)
 
 
 def write(folder: Path) -> None:

@@ -78,7 +78,7 @@ class Jobs:
 
     def publisher(self, job: str = "trainer", attempt: int = 0, **options: Any) -> Publisher:
         with self.being(job, attempt):
-            options = {"folder": self.folder, "address": "127.0.0.1", "timeout_s": 2.0} | options
+            options = {"folder": self.folder, "address": "127.0.0.1", "timeout_s": 10.0} | options
             self._publishers.append(Publisher(FEED, **options))
         return self._publishers[-1]
 

@@ -20,7 +20,7 @@ from dtckpt.errors import CheckpointCorruptError
 
 FEED = "policy"
 SHAPES = {"w": (12, 10), "moment": (8, 6), "norm": (7,)}
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def values(step: int) -> dict[str, torch.Tensor]:

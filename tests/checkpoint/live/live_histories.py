@@ -27,8 +27,8 @@ from dtckpt import Layout, Publisher, Subscriber
 from dtckpt.checkpoint.live import publisher as publisher_module
 from dtckpt.checkpoint.live import sources, version_choice
 from dtckpt.checkpoint.live import subscriber as subscriber_module
-from dtckpt.checkpoint.live.lent_version import LendingFolder
 from dtckpt.checkpoint.parts.host_folder import HostFolder
+from dtckpt.checkpoint.parts.lending_folder import LendingFolder
 from dtckpt.checkpoint.parts.open_part import OpenPart
 from dtckpt.checkpoint.restoring import restore
 from dtckpt.checkpoint.saving.staging import StagingMemory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from typing import Any
 import torch
 
 from dtckpt import Publisher, Subscriber
-from dtckpt.checkpoint.live import pulls
+from dtckpt.checkpoint.live import fan_out, pulls
+from dtckpt.checkpoint.live.feed_client import feed_client
 from dtckpt.checkpoint.live.pulls import HeldPart
 from dtckpt.checkpoint.parts import server
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.config import Config
+from dtckpt.coordination.connect import current_coordination
 from dtckpt.errors import StorageFullError
 
 from .live_cases import FEED, WAIT_S, await_note, note
@@ -38,10 +41,17 @@ def differs(target: dict[str, torch.Tensor], step: int) -> list[str]:
     return [name for name, tensor in weights(step).items() if not tensor.equal(target[name])]
 
 
-def named(host: str) -> None:
-    """Give the host of this process a name: without it, all processes of the tests were on one host."""
+def named(host: str, *, is_patient: bool = False) -> None:
+    """Give the host of this process a name: without it, all processes of the tests were on one host.
+
+    Args:
+        host: The name.
+        is_patient: Whether no relay takes another way because of the time that it waits: for tests that count bytes.
+    """
     os.environ["DTCKPT_HOST"] = host
     pulls.ANSWER_NBYTES = 500_000
+    if is_patient:
+        fan_out.LONELY_S = fan_out.INSIST_S = fan_out.STALL_S = fan_out.IDLE_S = WAIT_S
 
 
 def counted_answers() -> list[int]:
@@ -56,9 +66,9 @@ def counted_answers() -> list[int]:
     return sizes
 
 
-def publish(folder: Path, ends: list[str], steps: tuple[int, ...] = (1,)) -> int:
+def publish(folder: Path, ends: list[str], steps: tuple[int, ...] = (1,), *, is_patient: bool = False) -> int:
     """Publish steps, and stay until readers have said the last words; return the bytes that the server sent."""
-    named("trainer")
+    named("trainer", is_patient=is_patient)
     answer = server._PartHandler._answer
     sizes = counted_answers()
     try:
@@ -75,9 +85,9 @@ def publish(folder: Path, ends: list[str], steps: tuple[int, ...] = (1,)) -> int
     return sum(sizes)
 
 
-def read_on(folder: Path, host: str, ends: list[str], **options: Any) -> dict[str, Any]:
+def read_on(folder: Path, host: str, ends: list[str], *, is_patient: bool = False, **options: Any) -> dict[str, Any]:
     """Take a version and serve it on; stay until all readers have it."""
-    named(host)
+    named(host, is_patient=is_patient)
     client = Config.from_environ().client_id
     await_note(folder, "published 1")
     target = zeros()
@@ -103,33 +113,46 @@ def read_on(folder: Path, host: str, ends: list[str], **options: Any) -> dict[st
 
 
 def die_in_the_middle(folder: Path, host: str) -> None:
-    """Be a relay that ends without a word when it has a quarter of the pieces, and others pull from it."""
+    """Be a relay that ends without a word when it has a quarter of the pieces, and another one has some of them."""
     named(host)
     await_note(folder, "published 1")
     received, receive = [], HeldPart.receive
+    has_sent, answer = threading.Event(), server._PartHandler._answer
+
+    def telling(self: Any, parts: Any, status: int = 200) -> None:
+        answer(self, parts, status)
+        if sum(map(len, parts)) > 4 * NUM_ELEMENTS:
+            has_sent.set()  # the kernel delivers it, also when this process is dead
 
     def dying(self: HeldPart, *args: Any) -> None:
         if len(received) == NUM_TENSORS // 4:
             note(folder, f"{host} is in the middle")
-            await_note(folder, "others have begun")
-            time.sleep(1.0)
+            assert has_sent.wait(WAIT_S)
             os.kill(os.getpid(), signal.SIGKILL)
         receive(self, *args)
         received.append(args)
 
     HeldPart.receive = dying
+    server._PartHandler._answer = telling
     with Subscriber(FEED, zeros(), serve=True, folder=folder / host) as subscriber:
         subscriber.update(timeout_s=WAIT_S)
 
 
-def read_on_after(
-    folder: Path, word: str, say: str, host: str, ends: list[str], pause_s: float = 0.0, **options: Any
-) -> dict[str, Any]:
+def read_on_after(folder: Path, word: str, host: str, ends: list[str], **options: Any) -> dict[str, Any]:
     """As `read_on`, after another reader has said a word."""
     await_note(folder, word)
-    time.sleep(pause_s)
-    note(folder, say)
     return read_on(folder, host, ends, **options)
+
+
+def read_on_when_lost(folder: Path, word: str, host: str, ends: list[str]) -> dict[str, Any]:
+    """As `read_on_after`, when the registry knows that the publisher is lost."""
+    await_note(folder, word)
+    named(host)
+    feeds, deadline = feed_client(current_coordination()), time.monotonic() + WAIT_S
+    while any(feed.num_publishers for feed in feeds.list()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return read_on(folder, host, ends)
 
 
 def read_on_without_memory(folder: Path, host: str, ends: list[str]) -> dict[str, Any]:

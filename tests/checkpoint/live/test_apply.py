@@ -1,10 +1,13 @@
 """What `StagedVersion.apply` copies: tensors that changed, and tensors of the target that do not have the version."""
 
+import threading
+
 import pytest
 import torch
 
 from dtckpt import UNSHARDED, RestoreOptions
 from dtckpt.checkpoint.restoring import restore
+from dtckpt.errors import CheckpointError, VersionTimeoutError
 
 from .one_process import Jobs, blank, on_mesh, use_http, wrong
 
@@ -102,3 +105,58 @@ def test_converted_tensors_are_copied(jobs, copied):
         copied.clear()
         taking_steps(jobs, target, subscriber, [2])
     assert sorted(copied) == [(12, 12), (24, 36)]
+
+
+def fetching(jobs, subscriber, found, **options):
+    """Let another thread of the engine fetch."""
+
+    def fetch():
+        with jobs.job("engine"):
+            try:
+                found.append(subscriber.fetch(**options))
+            except VersionTimeoutError as error:
+                found.append(error)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    return thread
+
+
+def test_a_fetch_waits_until_another_thread_has_applied(jobs, monkeypatch):
+    """Both use the memory beside the target: else the target would get parts of both versions."""
+    target = on_mesh(blank(weights(0)), {"x": 2}, TARGET_SPECS)
+    with jobs.subscriber(target) as subscriber:
+        jobs.publish(on_mesh(weights(0), {"x": 2}, SPECS), 0)
+        with jobs.job("engine"):
+            staged, later = subscriber.fetch(), []
+        jobs.publish(on_mesh(weights(1), {"x": 2}, SPECS), 1)
+
+        def copy_into(leaves, beside, whole=restore.copy_into):
+            whole(leaves[:1], beside[:1])
+            later.append(fetching(jobs, subscriber, later))
+            later[0].join(0.5)
+            whole(leaves[1:], beside[1:])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(restore, "copy_into", copy_into)
+            staged.apply()
+        assert (subscriber.version.step, wrong(target, weights(0))) == (0, [])
+        later[0].join()
+        later[1].apply()
+        assert (subscriber.version.step, wrong(target, weights(1))) == (1, [])
+
+
+def test_apply_does_not_wait_for_the_fetch_that_dropped_its_version(jobs):
+    target = on_mesh(blank(weights(0)), {"x": 2}, TARGET_SPECS)
+    with jobs.subscriber(target) as subscriber:
+        jobs.publish(on_mesh(weights(0), {"x": 2}, SPECS), 0)
+        with jobs.job("engine"):
+            staged, later = subscriber.fetch(), []
+        waiting = fetching(jobs, subscriber, later, step=9, timeout_s=3.0)
+        while staged._staged is not None:
+            waiting.join(0.01)
+        with pytest.raises(CheckpointError, match="was applied or dropped"):
+            staged.apply()
+        assert not later, "the fetch goes on"
+        waiting.join()
+        assert isinstance(later[0], VersionTimeoutError)

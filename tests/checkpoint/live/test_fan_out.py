@@ -178,3 +178,16 @@ def test_a_relay_insists_when_it_waits():
     choice.has_nothing("a", INSIST_S - 0.1)
     assert choice.insists(INSIST_S)
     assert choice.choose(INSIST_S) == "publisher"
+
+
+def test_a_relay_that_knows_no_other_asks_once_more_before_it_insists():
+    lonely, now = chosen(relays=[]), 0.0
+    while now < LONELY_S:
+        assert not lonely.insists(now)
+        if lonely.wants_news(now):
+            lonely.tell([], "publisher", now)
+        now += 0.01
+    assert lonely.wants_news(LONELY_S)
+    lonely.tell(["a"], "publisher", LONELY_S)
+    assert not lonely.insists(LONELY_S)
+    assert lonely.choose(LONELY_S) == "a"

@@ -14,8 +14,7 @@ from support.coordinators import ServerProcess, server_in_thread
 
 import dtckpt
 from dtckpt import Subscriber, errors
-from dtckpt.checkpoint.live import lent_version
-from dtckpt.checkpoint.parts import peers, server
+from dtckpt.checkpoint.parts import lending_folder, peers, server
 from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.layout.region import Region
 
@@ -102,7 +101,8 @@ def test_the_exit_waits_for_readers(jobs):
 
 @pytest.mark.parametrize("region", [Region((0, 0), (8, 6)), Region((0, 1), (8, 3))], ids=["piece", "box"])
 def test_a_late_reader_gets_nothing_more(jobs, region):
-    publisher, tree = jobs.publisher(timeout_s=0.3), weights(1)
+    publisher, tree = jobs.publisher(), weights(1)
+    publisher._timeout_s = 0.3  # and not the time that the server gives a request
     start = time.monotonic()
     held = []
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_lent(jobs, monkeypatch):
 def test_digests_that_fail_lend_nothing(jobs, monkeypatch):
     publisher, tree = jobs.publisher(), weights(1)
     with monkeypatch.context() as patch:
-        patch.setattr(lent_version.LendingFolder, "lend", _raise)
+        patch.setattr(lending_folder.LendingFolder, "lend", _raise)
         with pytest.raises(OSError, match="full"):
             lend(publisher, 1, tree)
     with Subscriber(FEED, blank()) as subscriber:
@@ -282,7 +282,8 @@ def test_lent_boxes_are_announced_and_held(jobs):
 
 def test_a_source_that_ends_amid_an_answer(jobs, monkeypatch):
     """The loan ends between two boxes of one answer: the reader gets neither of them."""
-    publisher, tree = jobs.publisher(timeout_s=0.2), weights(1)
+    publisher, tree = jobs.publisher(), weights(1)
+    publisher._timeout_s = 0.2
     ended, goes_on = threading.Event(), threading.Event()
 
     def fill(answer, buffer, digest, whole=peers._Answer.fill):

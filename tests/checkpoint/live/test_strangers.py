@@ -3,6 +3,7 @@
 import ast
 import json
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from http.client import HTTPConnection
 from pathlib import Path
@@ -15,7 +16,7 @@ import dtckpt
 from dtckpt import Subscriber, errors
 from dtckpt.checkpoint.live import publisher as publisher_module
 from dtckpt.checkpoint.live import sources
-from dtckpt.checkpoint.live.versions import save_of_version
+from dtckpt.checkpoint.live.version_checkpoint import save_of_lease
 
 from .jobs_here import FEED, WAIT_S, blank, files, has_step, publish
 
@@ -41,7 +42,7 @@ class Stranger:
     def __init__(self, url, lease):
         self._url = url
         self.ticket = lease.parts[0].ticket.hex()
-        self.save = save_of_version(lease.feed, lease.number, lease.step, len(lease.parts))
+        self.save = save_of_lease(lease)
 
     def ask(self, method, path, *, shown=None, body=None, **headers):
         connection = HTTPConnection(self._url, timeout=10.0)
@@ -64,7 +65,7 @@ def test_40_strangers_at_the_server(jobs, monkeypatch):
     publish(publisher, 1)
     lease = jobs.feeds("engine").subscribe(FEED, timeout_s=WAIT_S)
     publish(publisher, 2)
-    other = save_of_version(FEED, lease.number + 1, 2, 1)
+    other = replace(save_of_lease(lease), number=lease.number + 1, step=2)
     stranger = Stranger(publisher._server.url, lease)
     name = stranger.save.name
     whole = [[0, [0, 0], [8, 6], None]]

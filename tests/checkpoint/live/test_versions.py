@@ -28,9 +28,10 @@ def test_locations_that_are_none(text):
 
 
 def test_a_version_is_a_save_with_a_name():
-    save = save_of_version("policy", 1795872759851, 3, 2)
+    save = save_of_version("policy", 1795872759851, 3, 2, b"tree")
     assert SaveId.parse(save.name) == save
-    assert save != save_of_version("other", 1795872759851, 3, 2)
+    assert save != save_of_version("other", 1795872759851, 3, 2, b"tree")
+    assert save != save_of_version("policy", 1795872759851, 3, 2, b"tree of a publisher at another registry")
 
 
 def test_addresses_there_and_back():

@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import torch
 
+from dtckpt.checkpoint.parts import peers
 from dtckpt.checkpoint.parts import server as server_module
 from dtckpt.checkpoint.parts.announced_boxes import MAX_ANNOUNCEMENT_NBYTES, AnnouncedBoxes, announcement
 from dtckpt.checkpoint.parts.host_folder import HostFolder
 from dtckpt.checkpoint.parts.open_part import OpenPart, piece_digest, piece_seed
 from dtckpt.checkpoint.parts.peers import Peer
-from dtckpt.checkpoint.parts.records import PartBox, PartIndex, PartPiece, PartTensor, SaveId
+from dtckpt.checkpoint.parts.records import HeldRange, PartBox, PartIndex, PartPiece, PartTensor, SaveId, gaps
 from dtckpt.checkpoint.parts.server import LENGTH_NBYTES, PartServer
 from dtckpt.checkpoint.parts.transports import BoxRequest
 from dtckpt.checkpoint.reading.pieces import c_strides
-from dtckpt.errors import CheckpointCorruptError, StorageError, StorageFullError
+from dtckpt.errors import CheckpointCorruptError, ConfigError, StorageError, StorageFullError
 from dtckpt.layout.region import Region
 
 TOKEN = "token of this attempt"
@@ -109,6 +110,88 @@ def test_a_copy_again(peer, folder):
         peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
     assert folder.parts().voted == {SAVE: frozenset({1})}
     assert bytes(folder.open_data(SAVE, 1)[: len(DATA)]) == bytes(DATA)
+
+
+# A part with a large piece that does not change and a small one that does, the other way round in the second save.
+LARGE, LARGE_NBYTES = torch.arange(1 << 15, dtype=torch.float32).numpy(), 128 << 10
+NEWER = replace(SAVE, number=8, token="1a1b2c3d")
+
+
+def two_pieces(save, small, *, is_large_first=True):
+    """Return the index and the elements of a part."""
+    small = np.full(64, small, np.float32)
+    tensors = PartTensor("large", (1 << 15,), "float32", None), PartTensor("small", (64,), "float32", None)
+    pieces, data = [], b""
+    for number, elements in [(0, LARGE), (1, small)][:: 1 if is_large_first else -1]:
+        region = Region((0,), elements.shape)
+        digest = piece_digest(tensors[number].name, region, elements)
+        pieces.append(PartPiece(number, region, len(data), (1,), digest))
+        data += elements.tobytes()
+    pieces.sort(key=lambda piece: piece.tensor)
+    return PartIndex(save, 1, len(data), b"{}", tensors, tuple(pieces), {}), memoryview(data)
+
+
+def test_a_copy_takes_what_the_host_holds_from_there(peer, folder):
+    first, data = two_pieces(SAVE, 1)
+    assert peer.put(SAVE, 1, first.to_bytes(), data, None) == len(data)
+    for number in range(3):
+        newer = replace(NEWER, number=8 + number)
+        index, data = two_pieces(newer, 2 + number, is_large_first=number % 2 == 1)
+        held = index.ranges_in(first)
+        assert [stop - start for start, stop, _ in held] == [LARGE_NBYTES]
+        assert peer.put(newer, 1, index.to_bytes(), data, None, base=SAVE, held=held) == 256
+        assert bytes(folder.open_data(newer, 1)[: len(data)]) == bytes(data)
+        assert folder.parts().voted[newer] == {1}
+
+
+def test_a_copy_from_a_part_that_is_gone_or_damaged(peer, folder):
+    first, data = two_pieces(SAVE, 1)
+    index, newer = two_pieces(NEWER, 2)
+    held = index.ranges_in(first)
+    with pytest.raises(StorageError, match="not on this host"):
+        peer.put(NEWER, 1, index.to_bytes(), newer, None, base=SAVE, held=held)
+    peer.put(SAVE, 1, first.to_bytes(), data, None)
+    with folder.data_path(SAVE, 1).open("r+b") as file:
+        file.seek(1000)
+        file.write(b"?")
+    with pytest.raises(CheckpointCorruptError, match="damaged at 'large'"):
+        peer.put(NEWER, 1, index.to_bytes(), newer, None, base=SAVE, held=held)
+    assert NEWER not in folder.parts().voted
+    # All of it is right whatever the base holds.
+    assert peer.put(NEWER, 1, index.to_bytes(), newer, None) == len(newer)
+    assert bytes(folder.open_data(NEWER, 1)[: len(newer)]) == bytes(newer)
+
+
+def test_copies_of_another_length_than_what_the_host_lacks(server, peer, folder):
+    first, data = two_pieces(SAVE, 1)
+    peer.put(SAVE, 1, first.to_bytes(), data, None)
+    index, newer = two_pieces(NEWER, 2)
+    path = f"/v1/parts/{NEWER.name}/1/{SAVE.name}"
+    assert request(server, "PUT", path, body_of(index, newer)) == 400
+    assert request(server, "PUT", path, body_of(index, newer[LARGE_NBYTES + 1 :])) == 400
+    assert NEWER not in folder.parts().voted
+    assert request(server, "PUT", path, body_of(index, newer[LARGE_NBYTES:])) == 204
+
+
+def test_ranges_that_a_part_has_of_another():
+    index, _ = two_pieces(NEWER, 2)
+    large, small = index.pieces
+    assert index.ranges_in(index) == [(0, LARGE_NBYTES, 0)]
+    tensors = tuple(replace(each, dtype="int32") for each in index.tensors)
+    for other in (
+        replace(index, tensors=tensors),
+        replace(index, pieces=(replace(large, digest=large.digest + 1), small)),
+        replace(index, pieces=(replace(large, strides=(2,)), small)),
+        replace(index, pieces=(small,)),
+        replace(index, nbytes=LARGE_NBYTES - 1),
+    ):
+        assert index.ranges_in(other) == []
+        assert other.ranges_in(index) == []
+    # An index that claims that pieces lie in each other.
+    twice = replace(index, pieces=(large, replace(large, offset=4), small))
+    assert twice.ranges_in(index) == [(0, LARGE_NBYTES, 0)]
+    assert list(gaps([HeldRange(2, 4, 0), HeldRange(4, 6, 9)], 8)) == [(0, 2), (6, 8)]
+    assert list(gaps([], 0)) == []
 
 
 def test_a_writer_of_an_earlier_attempt(server, folder):
@@ -433,3 +516,28 @@ def test_boxes_are_announced_to_the_client_that_makes_the_parts(folder):
 def test_a_server_that_makes_no_parts_takes_no_boxes(peer):
     with pytest.raises(StorageError, match="are not made here"):
         peer.announce(SAVE, 1, announcement([("w", COLUMN)]))
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::"])
+def test_an_address_that_stands_for_all_is_refused(tmp_path, address):
+    """Other hosts would be told of it, and would ask themselves."""
+    with pytest.raises(ConfigError, match="is no address that other hosts could reach"):
+        PartServer(HostFolder(tmp_path, "root", host="here"), address, 10.0)
+
+
+@pytest.mark.parametrize(
+    ("master", "towards", "expected"),
+    [
+        ("train-0", "coordinator:5", "10.0.0.1"),
+        ("localhost", "coordinator:5", "10.0.0.2"),
+        ("", "[fd00::1]:5", "fd00::2"),
+        ("localhost", "localhost:5", "127.0.0.1"),
+        ("localhost", "", "127.0.0.1"),
+    ],
+)
+def test_own_address(monkeypatch, master, towards, expected):
+    """A job on one host may be read from others, which reach the coordinator."""
+    ways = {"train-0": "10.0.0.1", "coordinator": "10.0.0.2", "fd00::1": "fd00::2", "localhost": "127.0.0.1"}
+    monkeypatch.setenv("MASTER_ADDR", master)
+    monkeypatch.setattr(peers, "_address_towards", lambda host, _: ways[host])
+    assert peers.own_address(towards) == expected

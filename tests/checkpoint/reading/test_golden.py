@@ -3,13 +3,15 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
+import tensorstore
 import torch
 from support.states import bits_of
 
 import dtckpt
-from checkpoint.golden import ERAS, FOLDER, KVSTORES, LAYOUTS, VALUES, tensors
-from dtckpt import Layout, Region, abstract_mesh
+from checkpoint.golden import BITS, COMPRESSED_NBYTES, ERAS, FOLDER, KVSTORES, LAYOUTS, VALUES, compressed, tensors
+from dtckpt import Layout, Region, SaveOptions, abstract_mesh
 
 MESH = abstract_mesh({"z": 3})
 
@@ -65,3 +67,48 @@ def test_rounded_to_bfloat16(era, kvstore):
     assert restored.dtype == torch.float32
     assert restored.isnan().tolist() == expected.isnan().tolist()
     assert bits_of(restored[[0, 1, 3]]) == bits_of(expected[[0, 1, 3]])
+
+
+# --- chunks of Blosc whose bits were shuffled -----------------------------------------------------------------------
+
+
+@pytest.fixture(params=KVSTORES)
+def bits(request, tmp_path):
+    return shutil.copytree(FOLDER / BITS / request.param, tmp_path / "run" / "step_00000001")
+
+
+def is_compressed(path):
+    restored = dtckpt.restore(path)
+    with dtckpt.open_checkpoint(path) as checkpoint:
+        assert checkpoint.verify().is_sound
+    return all(restored[name].equal(tensor) for name, tensor in compressed().items())
+
+
+def test_shuffled_bits_are_read(bits, tmp_path):
+    assert is_compressed(bits)
+    dtckpt.reshard(bits, tmp_path / "new", mesh=MESH)
+    assert is_compressed(tmp_path / "new")
+    dtckpt.copy(bits, tmp_path / "copy" / bits.name)
+    assert is_compressed(tmp_path / "copy" / bits.name)
+    (largest,) = sorted(bits.rglob("*"), key=lambda file: file.stat().st_size * file.is_file())[-1:]
+    largest.write_bytes(largest.read_bytes()[:-9] + b"damaged..")
+    assert dtckpt.scrub(bits.parent, source=tmp_path / "copy").is_sound
+    assert is_compressed(bits)
+
+
+def test_a_save_shares_chunks_of_shuffled_bits(bits, tmp_path):
+    """Then the settings in the document are not those of the chunk, which tells its own."""
+    kvstore = "zarr" if (bits / "zarr.json").exists() else "ocdbt"
+    options = SaveOptions(kvstore=kvstore, codec="blosc", chunk_nbytes=COMPRESSED_NBYTES)
+    tree = {**compressed(), "more": torch.ones(3)}
+    report = dtckpt.save(tmp_path / "s", tree, options=options, base=bits)
+    assert report.nbytes_reused > 0.9 * report.nbytes
+    if kvstore == "zarr":
+        assert '"shuffle": "shuffle"' in (tmp_path / "s/bfloat16/zarr.json").read_text()
+        assert (tmp_path / "s/bfloat16/c/0/0").read_bytes()[2] & 0b101 == 0b100  # flags of a chunk: bits, not bytes
+    assert is_compressed(tmp_path / "s")
+    base = f"file://{tmp_path}/s/"
+    for name, tensor in compressed().items():
+        where = {"driver": "ocdbt", "base": base, "path": f"{name}/"} if kvstore == "ocdbt" else f"{base}{name}/"
+        found = tensorstore.open({"driver": "zarr3", "kvstore": where}, read=True).result().read().result()
+        np.testing.assert_array_equal(found.view(np.uint8), tensor.view(torch.uint8).numpy())

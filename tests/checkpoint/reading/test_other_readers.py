@@ -54,6 +54,31 @@ def test_zarr_python_opens_the_zarr_kind(tmp_path, codec):
     assert root["layer/w/%self"].attrs["dtckpt"]["name"] == "layer/w"
 
 
+NOISE = {name: torch.randn(700, 500).to(getattr(torch, name)) for name in ("float16", "float32", "float64", "bfloat16")}
+"""Chunks of more than one block of Blosc."""
+
+
+@pytest.mark.filterwarnings("ignore:Object at dtckpt.manifest is not recognized")
+@pytest.mark.parametrize("codec", CODECS)
+def test_zarr_python_opens_large_chunks(tmp_path, codec):
+    dtckpt.save(tmp_path / "s", NOISE, options=SaveOptions(kvstore="zarr", codec=codec, raw_bits=True))
+    root = zarr.open_group(tmp_path / "s", mode="r")
+    for name, tensor in NOISE.items():
+        found = root[name][...]
+        np.testing.assert_array_equal(found.view(np.uint8), tensor.view(torch.uint8).numpy())
+
+
+@pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_tensorstore_opens_large_chunks(tmp_path, kvstore, codec):
+    dtckpt.save(tmp_path / "s", NOISE, options=SaveOptions(kvstore=kvstore, codec=codec))
+    for name, tensor in NOISE.items():
+        base = f"file://{tmp_path}/s/"
+        where = {"driver": "ocdbt", "base": base, "path": f"{name}/"} if kvstore == "ocdbt" else f"{base}{name}/"
+        found = ts.open({"driver": "zarr3", "kvstore": where}, read=True).result().read().result()
+        np.testing.assert_array_equal(found.view(np.uint8), tensor.view(torch.uint8).numpy())
+
+
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_tensorstore_opens_both_kinds(tmp_path, kvstore, codec):

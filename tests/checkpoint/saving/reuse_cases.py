@@ -21,7 +21,7 @@ from dtckpt.checkpoint.saving.reuse import Reuse
 from dtckpt.checkpoint.saving.write import ClientWriter
 from dtckpt.errors import CheckpointCorruptError, CheckpointError
 
-CHANGED_NBYTES = 2 * 32 * 64 * 4
+CHANGED_NBYTES = 2 * 32 * 64 * 4 + 256 * 64 * 4
 
 
 def _noise(seed: int, *shape: int) -> torch.Tensor:
@@ -29,11 +29,12 @@ def _noise(seed: int, *shape: int) -> torch.Tensor:
 
 
 def whole(step: int) -> dict[str, Any]:
-    """Return the state of a step; only the adapters change."""
+    """Return the state of a step; only the adapters change, and the part of `halves` that client 1 of 2 has."""
     return {
         "sharded": _noise(1, 512, 300),
         "copied": _noise(2, 200, 200),
         "norm": _noise(3, 333),
+        "halves": torch.cat([_noise(4, 256, 64), _noise(300 + step, 256, 64)]),
         "adapter": _noise(100 + step, 32, 64),
         "plain": _noise(200 + step, 32, 64),
     }
@@ -42,7 +43,7 @@ def whole(step: int) -> dict[str, Any]:
 def _on_mesh(step: int) -> dict[str, Any]:
     mesh = mesh_over_all({"x": 2}, 2 // dtckpt.num_clients())
     specs = {"sharded": ["x", "unsharded"], "copied": ["unsharded", "unsharded"], "norm": ["unsharded"]}
-    specs["adapter"] = ["x", "unsharded"]
+    specs["adapter"] = specs["halves"] = ["x", "unsharded"]
     tree = whole(step)
     return {name: packed(tree[name], Layout(specs[name], mesh)) if name in specs else tree[name] for name in tree}
 

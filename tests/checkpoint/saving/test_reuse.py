@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,18 +15,20 @@ import pytest
 import tensorstore
 import torch
 from support.shares import SEED, amount
-from support.states import bits_of
+from support.states import bits_of, packed
 
 import dtckpt
-from dtckpt import CheckpointManager, SaveOptions, errors
+from dtckpt import CheckpointManager, Layout, SaveOptions, errors
+from dtckpt.checkpoint.saving import digests as digests_module
 from dtckpt.checkpoint.saving import reuse as reuse_module
 from dtckpt.checkpoint.saving import save as save_module
 from dtckpt.checkpoint.saving.plan import Holding, TensorSpec, plan_save
 from dtckpt.cli.main import main
-from dtckpt.format.manifest import ArrayEntry, ArrayKind, Manifest
+from dtckpt.format.manifest import MANIFEST_NAME, ArrayEntry, ArrayKind, Manifest
 from dtckpt.layout.region import Region
 from dtckpt.storage.zarr_tensorstore import BASE_FOLDER
 
+from ..client_cases import mesh_over_all
 from . import reuse_cases
 
 KINDS = ("ocdbt", "zarr")
@@ -101,9 +104,9 @@ def test_only_chunks_of_the_same_tensor_place_type_and_codec_are_candidates():
 @pytest.mark.parametrize("differing", ["digest", "identity"])
 def test_64_equal_bits_are_not_enough(differing):
     entry = entry_of(plan_of())
-    digests = reuse_module.ChunkDigests(1, [], 1)
-    assert reuse_module.is_equal(digests, entry, 1)
-    assert not reuse_module.is_equal(digests._replace(**{differing: 2}), entry, 1)
+    digests, saved = reuse_module.ChunkDigests(1, [], 1), reuse_module.saved_chunk(entry, 1)
+    assert saved.is_equal(digests)
+    assert not saved.is_equal(digests._replace(**{differing: 2}))
 
 
 def test_a_chunk_whose_digest_collides_is_written(tmp_path, monkeypatch):
@@ -118,6 +121,96 @@ def test_a_chunk_whose_digest_collides_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(reuse_module.ChunkDigests, "of", classmethod(collide))
     report = dtckpt.save(tmp_path / "b", {"w": torch.ones(64)}, base=tmp_path / "a")
     assert report.nbytes_reused == 0
+
+
+# --- contents of tensors ---
+
+
+@pytest.fixture
+def digested(monkeypatch):
+    """The bytes whose content is digested, one number per call."""
+    counted, real = [], digests_module.content_share
+
+    def count(elements, *facts):
+        counted.append(elements.nbytes)
+        return real(elements, *facts)
+
+    monkeypatch.setattr(digests_module, "content_share", count)
+    return counted
+
+
+def contents(path):
+    with dtckpt.open_checkpoint(path) as checkpoint:
+        assert checkpoint.verify().is_sound
+        return {name: each.content_digest for name, each in checkpoint.tensors.items()}
+
+
+@pytest.mark.parametrize("chunk_nbytes", [16 * MIB, 64 << 10])
+def test_the_content_of_chunks_that_have_not_changed_comes_from_the_base(tmp_path, digested, chunk_nbytes):
+    options = SaveOptions(chunk_nbytes=chunk_nbytes)
+    dtckpt.save(tmp_path / "1", lora(1), options=options)
+    assert sum(digested) == 4 * MIB + 4 * 64 + 65536
+    for step in (2, 3):
+        digested.clear()
+        dtckpt.save(tmp_path / f"{step}", lora(step), options=options, base=tmp_path / f"{step - 1}")
+        assert sum(digested) == 65536
+    dtckpt.save(tmp_path / "full", lora(3), options=options)
+    assert None not in contents(tmp_path / "3").values()
+    assert contents(tmp_path / "3") == contents(tmp_path / "full")
+
+
+def test_of_a_tensor_only_the_content_of_changed_chunks_is_digested(tmp_path, digested):
+    options = SaveOptions(chunk_nbytes=64 << 10)
+    experts = noise(1, 64, 1024, 4)
+    dtckpt.save(tmp_path / "a", {"e": experts}, options=options)
+    experts[17, 500, 2] += 1
+    digested.clear()
+    dtckpt.save(tmp_path / "b", {"e": experts}, options=options, base=tmp_path / "a")
+    assert digested == [64 << 10]
+    dtckpt.save(tmp_path / "full", {"e": experts})
+    assert contents(tmp_path / "b") == contents(tmp_path / "full")
+
+
+@pytest.mark.parametrize("chunk_nbytes", [16 * MIB, 64 << 10])
+def test_where_everything_changes_each_byte_is_digested_once(tmp_path, digested, monkeypatch, chunk_nbytes):
+    """The base costs a look at one block of each chunk that has several."""
+    options = SaveOptions(chunk_nbytes=chunk_nbytes)
+    identified, looked_at = [], []
+    identify, digest = digests_module.identify_chunk, reuse_module.bytes_digest
+    monkeypatch.setattr(
+        digests_module, "identify_chunk", lambda *facts: (identified.append(facts[2].nbytes), identify(*facts))[1]
+    )
+    dtckpt.save(tmp_path / "a", {"w": noise(1, 4096, 1024)}, options=options)
+    for counted in (digested, identified):
+        assert sum(counted) == 16 * MIB
+        counted.clear()
+    monkeypatch.setattr(reuse_module, "bytes_digest", lambda data: (looked_at.append(len(data)), digest(data))[1])
+    report = dtckpt.save(tmp_path / "b", {"w": noise(2, 4096, 1024)}, options=options, base=tmp_path / "a")
+    assert report.nbytes_written == sum(digested) == sum(identified) == 16 * MIB
+    assert sum(each for each in looked_at if each > 1000) == (256 << 10 if chunk_nbytes > 256 << 10 else 0)
+
+
+@pytest.mark.parametrize("how", ["older", "without contents", "gathered"])
+def test_bases_that_do_not_tell_the_content_of_chunks(tmp_path, digested, how):
+    options = SaveOptions(chunk_nbytes=64 << 10)
+    tree = {"w": noise(1, 512, 512)}
+    if how == "gathered":
+        # A tensor this small is put together before its content is digested.
+        tree = {"w": packed(noise(1, 64, 60), Layout(["unsharded", "x"], mesh_over_all({"x": 2}, 2)))}
+    dtckpt.save(tmp_path / "a", tree, options=replace(options, content_digest=how != "without contents"))
+    with dtckpt.open_checkpoint(tmp_path / "a") as checkpoint:
+        manifest = checkpoint.manifest
+    (entry,) = manifest.arrays.values()
+    assert entry.grid.num_chunks > 1
+    assert (entry.shares is not None) == (how == "older")
+    older = manifest.with_arrays({"w": replace(entry, shares=None)}, manifest.documents)
+    (tmp_path / "a" / MANIFEST_NAME).write_bytes(older.to_bytes())
+    digested.clear()
+    report = dtckpt.save(tmp_path / "b", tree, options=options, base=tmp_path / "a")
+    assert report.nbytes_written == 0
+    assert sum(digested) == report.nbytes
+    dtckpt.save(tmp_path / "full", tree, options=options)
+    assert contents(tmp_path / "b") == contents(tmp_path / "full")
 
 
 # --- one client ---
@@ -461,8 +554,9 @@ def test_two_clients(pool, tmp_path, kvstore):
         assert reused == (0 if not step else nbytes - reuse_cases.CHANGED_NBYTES), step
     for step in range(3):
         assert flat(dtckpt.restore(tmp_path / f"{step}")) == flat(reuse_cases.whole(step))
-        with dtckpt.open_checkpoint(tmp_path / f"{step}") as checkpoint:
-            assert checkpoint.verify().is_sound
+        # Also of a tensor of which one client's chunk comes from the base, and the other client's is new.
+        dtckpt.save(tmp_path / f"full {step}", reuse_cases.whole(step))
+        assert contents(tmp_path / f"{step}") == contents(tmp_path / f"full {step}")
 
 
 @pytest.mark.parametrize("kvstore", KINDS)

@@ -1,6 +1,7 @@
 """Signed checkpoints: a restore with trusted keys takes the signed bytes, or fills nothing."""
 
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -10,11 +11,25 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 import dtckpt
 from dtckpt import RestoreOptions, errors
+from dtckpt.checkpoint.signing import sign as sign_module
+from dtckpt.checkpoint.signing import signed_folder, statement
 from dtckpt.checkpoint.signing.signed_folder import SignedFolder
-from dtckpt.checkpoint.signing.statement import SIGNATURE_NAME, BlockHasher, Envelope, SignedFiles, block_nbytes_of
+from dtckpt.checkpoint.signing.statement import (
+    SIGNATURE_NAME,
+    BlockHasher,
+    Envelope,
+    SignedFiles,
+    block_digest,
+    block_nbytes_of,
+)
 
 from ..copying.roots import OPTIONS, files_in, flip, is_step, save_steps, state, step_folder
 from . import sign_cases
+
+ALGORITHMS = [
+    "sha256",
+    pytest.param("blake3", marks=pytest.mark.skipif(not find_spec("blake3"), reason="the package blake3 is missing")),
+]
 
 
 def pem_pair(folder, name):
@@ -38,18 +53,19 @@ def strangers(tmp_path):
 
 def refused(path, public, match=None):
     """Check that a restore is refused, and that it fills nothing."""
-    target = {
-        "w": torch.full((300, 257), -1.0),
-        "half": torch.zeros(64, 33).bfloat16(),
-        "tiny": torch.zeros(3),
-        "step": 0,
-    }
+    assert filled(path, public, match) == 0
+
+
+def filled(path, public, match=None):
+    """Check that a restore is refused; return how many elements it filled. All of them must be signed ones."""
+    target = {name: torch.full_like(each, -1) for name, each in state(1).items() if name != "step"} | {"step": 0}
     # Without a manifest there is no checkpoint.
     with pytest.raises((errors.CheckpointUntrustedError, errors.CheckpointIncompleteError), match=match):
         dtckpt.restore(path, target, options=RestoreOptions(trusted_keys=[public]))
-    assert bool((target["w"] == -1).all())
-    assert target["step"] == 0
-    assert not target["tiny"].any()
+    assert target.pop("step") == 0
+    is_filled = {name: each != -1 for name, each in target.items()}
+    assert all(target[name][mask].equal(state(1)[name][mask]) for name, mask in is_filled.items())
+    return sum(int(mask.sum()) for mask in is_filled.values())
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
@@ -92,17 +108,73 @@ def test_any_changed_file_is_refused(tmp_path, keys, kind):
     path = tmp_path / "s"
     dtckpt.save(path, state(1), options=OPTIONS[kind])
     dtckpt.sign(path, keys[0])
+    used = set()
     for file in files_in(path):
         data = file.read_bytes()
-        for changed in (data[:-1] + bytes([data[-1] ^ 1]), data[:-1], None):
-            if changed is None:
+        for cut in (data[:-1], None):
+            if cut is None:
                 file.unlink()
             else:
-                file.write_bytes(changed)
+                file.write_bytes(cut)
             refused(path, keys[1])
+        for position in (0, len(data) // 2, len(data) - 1):
             file.write_bytes(data)
+            flip(file, position)
+            try:
+                # A file that no restore reads may hold anything.
+                assert is_step(path, 1)
+                tree = dtckpt.restore(path, options=RestoreOptions(trusted_keys=[keys[1]]))
+                assert all(tree[name].equal(state(1)[name]) for name in ("w", "half", "tiny"))
+            except errors.CheckpointError:
+                used.add(file)
+                filled(path, keys[1])
+            with pytest.raises((errors.CheckpointUntrustedError, errors.CheckpointIncompleteError)):
+                validate_all(path, keys[1])
+        file.write_bytes(data)
+    assert len(used) >= (5 if kind == "zarr" else 4)
     (path / "extra").write_text("no reader looks at it")
     dtckpt.restore(path, options=RestoreOptions(trusted_keys=[keys[1]]))
+    validate_all(path, keys[1])
+
+
+def validate_all(path, public):
+    with dtckpt.open_checkpoint(path, trusted_keys=[public]) as checkpoint:
+        checkpoint.signed.validate_files()
+
+
+@pytest.mark.parametrize("kind", ["ocdbt", "zarr"])
+def test_each_byte_is_digested_once(tmp_path, keys, monkeypatch, kind):
+    path, counted = tmp_path / "s", []
+    options = dtckpt.SaveOptions(kvstore=kind, chunk_nbytes=4 << 20)
+    tree = {"w": torch.rand(4096, 1024), **{f"b{number}": torch.rand(1000) for number in range(100)}}
+    dtckpt.save(path, tree, options=options)
+    nbytes = dtckpt.sign(path, keys[0]).nbytes
+
+    def count(data, algorithm):
+        counted.append(data.nbytes)
+        return block_digest(data, algorithm)
+
+    monkeypatch.setattr(signed_folder, "block_digest", count)
+    target = {name: torch.zeros_like(each) for name, each in tree.items()}
+    dtckpt.restore(path, target, options=RestoreOptions(trusted_keys=[keys[1]]))
+    assert all(target[name].equal(tree[name]) for name in tree)
+    # Chunks that share a block may be read by two threads.
+    assert 0.9 * nbytes < sum(counted) < 1.3 * nbytes
+
+
+@pytest.mark.parametrize("kind", ["ocdbt", "zarr"])
+def test_no_byte_that_was_not_signed_gets_to_a_tensor(tmp_path, keys, kind):
+    path = tmp_path / "s"
+    dtckpt.save(path, {"w": torch.ones(2048, 1024)}, options=dtckpt.SaveOptions(kvstore=kind))
+    dtckpt.sign(path, keys[0])
+    flip(max(files_in(path), key=lambda file: file.stat().st_size), 5 << 20, mask=0x7F)
+    target = {"w": torch.zeros(2048, 1024)}
+    with pytest.raises(errors.CheckpointUntrustedError, match=r"bytes 5242880 to 6291456 are not the signed ones"):
+        dtckpt.restore(path, target, options=RestoreOptions(trusted_keys=[keys[1]]))
+    assert ((target["w"] == 0) | (target["w"] == 1)).all()
+    with pytest.raises(errors.CheckpointCorruptError):
+        dtckpt.restore(path, target)
+    assert not ((target["w"] == 0) | (target["w"] == 1)).all()  # an accident leaves the target undefined
 
 
 def test_other_values_under_all_digests_of_the_format_are_refused(tmp_path, keys):
@@ -116,12 +188,11 @@ def test_other_values_under_all_digests_of_the_format_are_refused(tmp_path, keys
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_bytes_that_change_after_they_were_verified_are_not_used(tmp_path, keys, monkeypatch, kind):
+def test_bytes_that_change_after_the_checkpoint_was_opened_are_not_used(tmp_path, keys, monkeypatch, kind):
     path = tmp_path / "s"
     dtckpt.save(path, state(1), options=OPTIONS[kind])
-    dtckpt.save(tmp_path / "other", state(2), options=OPTIONS[kind])
     dtckpt.sign(path, keys[0])
-    validate = SignedFolder.validate_share
+    validate = SignedFolder.validate_sizes
 
     def validate_and_exchange(self, *args):
         validate(self, *args)
@@ -130,9 +201,8 @@ def test_bytes_that_change_after_they_were_verified_are_not_used(tmp_path, keys,
             if file.name != "dtckpt.manifest":
                 flip(file, 500)
 
-    monkeypatch.setattr(SignedFolder, "validate_share", validate_and_exchange)
-    with pytest.raises(errors.CheckpointUntrustedError, match="changed after it was signed"):
-        dtckpt.restore(path, options=RestoreOptions(trusted_keys=[keys[1]]))
+    monkeypatch.setattr(SignedFolder, "validate_sizes", validate_and_exchange)
+    filled(path, keys[1], "changed after it was signed")
 
 
 def test_a_damaged_checkpoint_is_not_signed(tmp_path, keys):
@@ -184,15 +254,42 @@ def test_a_manager_passes_over_steps_that_are_not_signed(tmp_path, keys):
             manager.restore(1)
 
 
-def test_statements_keep_what_they_are_given():
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_signature_without_the_faster_digests(tmp_path, keys, strangers, monkeypatch, algorithm):
+    """Sign on a machine that has one algorithm, restore on a machine that has the other one, or both."""
+    dtckpt.save(tmp_path / "s", state(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(sign_module, "best_algorithm", lambda: algorithm)
+        dtckpt.sign(tmp_path / "s", keys[0])
+    # A second signature is over the same digests, so the first one stays.
+    assert dtckpt.sign(tmp_path / "s", strangers[0]).num_signatures == 2
+    dtckpt.restore(tmp_path / "s", options=RestoreOptions(trusted_keys=[keys[1]]))
+    validate_all(tmp_path / "s", keys[1])
+    statement._hasher_of.cache_clear()
+    monkeypatch.setattr(statement, "best_algorithm", lambda: "sha256")
+    if algorithm == "sha256":
+        dtckpt.restore(tmp_path / "s", options=RestoreOptions(trusted_keys=[keys[1]]))
+    else:
+        with pytest.raises(errors.ConfigError, match="need blake3"):
+            dtckpt.restore(tmp_path / "s", options=RestoreOptions(trusted_keys=[keys[1]]))
+        with pytest.raises(errors.ConfigError, match="need blake3"):
+            dtckpt.sign(tmp_path / "s", keys[0])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_statements_keep_what_they_are_given(algorithm):
     pieces = [b"a" * (1 << 20), b"b", b"", b"c" * (3 << 20)]
-    hasher = BlockHasher(1 << 20)
+    hasher = BlockHasher(1 << 20, algorithm)
     for piece in pieces:
         hasher.add(memoryview(piece))
-    signed = SignedFiles(1 << 20, {"f": hasher.file(), "empty": BlockHasher(1 << 20).file()})
+    files = {"f": hasher.file(), "empty": BlockHasher(1 << 20, algorithm).file()}
+    signed = SignedFiles(1 << 20, algorithm, files)
+    assert signed.files["f"].digest(1) == block_digest(memoryview(b"b" + b"c" * ((1 << 20) - 1)), algorithm)
     assert signed.files["f"].nbytes == (4 << 20) + 1
     assert len(signed.files["f"].digests) == 5 * 32
     assert SignedFiles.from_bytes(signed.to_bytes()) == signed
+    with pytest.raises(ValueError, match="upgrade dtckpt"):
+        SignedFiles.from_bytes(signed.to_bytes().replace(algorithm.encode(), b"md5"))
     envelope = Envelope(signed.to_bytes(), {"k": b"sig"})
     assert Envelope.from_bytes(envelope.to_bytes()) == envelope
     assert [block_nbytes_of(nbytes) >> 20 for nbytes in (0, 1 << 40, (1 << 40) + 1, 1 << 50)] == [1, 1, 2, 1024]

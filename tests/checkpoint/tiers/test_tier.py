@@ -66,6 +66,19 @@ def test_a_lost_host_and_renumbered_clients(pool, folders):
     assert needed == sharded + 4 * copied, "each client takes what it needs, and no byte more"
 
 
+def test_what_does_not_change_is_sent_to_a_host_once(pool, folders):
+    sent = pool.values(tier_cases.save_frozen_base, *folders, hosts(2), [1, 2, 3, 4], clients=2, group=True)
+    whole, changed = (512 + 2) * 128 * 4, 2 * 128 * 4
+    assert sent == [[whole + number * changed for number in range(4)]] * 2
+    # The copies alone are whole: of both steps that are kept.
+    tier_cases.remove_host(folders[1], "host1")
+    for step in (4, 3):
+        assert pool.values(tier_cases.restore_frozen_base, *folders, ["host0", "new"], step, clients=2, group=True) == [
+            True,
+            True,
+        ]
+
+
 def test_the_same_hosts_read_no_byte_of_each_other(pool, folders):
     """Also of what all of them have, which one client has saved."""
     pool.values(tier_cases.save_steps, *folders, hosts(3), [5], clients=3, group=True)

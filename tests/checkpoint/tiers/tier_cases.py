@@ -134,6 +134,39 @@ def restore_values(root: Path, folder: Path, hosts: Sequence[str]) -> dict[str, 
         return {name: tensor.tolist() for name, tensor in restored.tree.items()}
 
 
+def _with_frozen_base(step: int, mesh: dtckpt.Mesh) -> dict[str, dtckpt.DTensor]:
+    """Return a state of which 512 KiB are alike in all steps, and 2 KiB differ."""
+    sharded = Layout(["x", dtckpt.UNSHARDED], mesh)
+    seeds = {"frozen": (0, 512), "adapter": (step, 2)}
+    whole = {
+        name: torch.randn(rows, 256, generator=torch.Generator().manual_seed(seed))
+        for name, (seed, rows) in seeds.items()
+    }
+    return {name: dtckpt.dtensor.distribute_tensor(tensor, mesh, sharded.placements) for name, tensor in whole.items()}
+
+
+def save_frozen_base(root: Path, folder: Path, hosts: Sequence[str], steps: Sequence[int]) -> list[int]:
+    """Save steps with a frozen base; return the bytes that this client had sent to other hosts after each."""
+    mesh, sent = mesh_of_all(), []
+    with CheckpointManager(root, local=tier(folder, hosts), save_interval_steps=10**6) as manager:
+        for step in steps:
+            manager.save(step, _with_frozen_base(step, mesh))
+            manager.wait()
+            dist.barrier()  # the copies of other clients have come, too
+            sent.append(manager._tier.session.replicator.nbytes_sent)
+    return sent
+
+
+def restore_frozen_base(root: Path, folder: Path, hosts: Sequence[str], step: int) -> bool:
+    """Restore a step with a frozen base from the tier; return whether it is right."""
+    mesh = mesh_of_all()
+    with CheckpointManager(root, local=tier(folder, hosts)) as manager:
+        restored = manager.restore(step, _with_frozen_base(-1, mesh))
+        assert restored.local is not None
+        wanted = _with_frozen_base(step, mesh)
+        return all(torch.equal(restored.tree[name].full_tensor(), wanted[name].full_tensor()) for name in wanted)
+
+
 def files_over_many_saves(root: Path, folder: Path, hosts: Sequence[str], count: int) -> list[tuple[int, int]]:
     """Save many steps; return how many files of elements this host's tier has after each, and their bytes."""
     mesh, used = mesh_of_all(), []

@@ -85,11 +85,11 @@ def _after(owner: Any, name: str, act: Callable[[], object], is_now: Callable[[]
 def _half_sent(act: Callable[[], object], is_now: Callable[[], bool]) -> Any:
     real = peers._send
 
-    def patched(connection: Any, data: memoryview, *others: Any) -> None:
+    def patched(connection: Any, parts: Sequence[memoryview], *others: Any) -> None:
         if is_now():
-            connection.sendall(data[: len(data) // 2])
+            connection.sendall(parts[0][: len(parts[0]) // 2])
             act()
-        real(connection, data, *others)
+        real(connection, parts, *others)
 
     return mock.patch.object(peers, "_send", patched)
 
