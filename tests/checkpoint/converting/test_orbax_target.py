@@ -42,6 +42,7 @@ def same(found, saved):
     return found == saved
 
 
+@pytest.mark.together("orbax")  # each worker would import it
 def test_orbax_restores_it(source, tmp_path, monkeypatch):
     """Also tensors in several chunks, of which the last is padded."""
     import orbax.checkpoint as ocp
@@ -54,6 +55,7 @@ def test_orbax_restores_it(source, tmp_path, monkeypatch):
     assert dtckpt.restore(tmp_path / "new")["opt"][2][0].tolist() == [True]
 
 
+@pytest.mark.together("orbax")  # each worker would import it
 def test_orbax_restores_it_to_devices(source, tmp_path):
     import jax
     import orbax.checkpoint as ocp

@@ -130,6 +130,7 @@ def test_convert(form, tmp_path):
     assert all(torch.equal(a, after[n]) if torch.is_tensor(a) else a == after[n] for n, a in before.items())
 
 
+@pytest.mark.together("orbax")  # each worker would import it
 @pytest.mark.parametrize("is_zarr3", [False, True])
 @pytest.mark.parametrize("has_database", [False, True])
 def test_written_by_orbax_now(is_zarr3, has_database, tmp_path):

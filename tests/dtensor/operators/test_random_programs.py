@@ -7,6 +7,7 @@ A failure is shown as a small script. Its seed replays it: ``DTCKPT_PROGRAM_SEED
 
 import os
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -111,9 +112,15 @@ def simple_program(seed):
     return drawer.result()
 
 
+@cache
+def right_programs():
+    """Simple programs without a failure; called before a fault is planted."""
+    return [program for program in map(simple_program, range(60)) if failure_of(program) is None]
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_and_shrunk(monkeypatch, capsys, name):
-    programs = [program for program in map(simple_program, range(60)) if failure_of(program) is None]
+    programs = right_programs()
     assert len(programs) > 10
     plant(monkeypatch, name, FAULTS[name])
     found = next(filter(None, map(failure_of, programs)))
