@@ -29,7 +29,7 @@ Examples:
   dtckpt inspect step_100
   dtckpt inspect step_100 --tree --sort size           the largest subtrees first
   dtckpt inspect step_100 --tensor 'model/*' --chunks  which file has which part
-  dtckpt inspect runs/megatron --map megatron-llama    under the names of transformers
+  dtckpt inspect step_100 --map names.json             under the names of another model
   dtckpt inspect s3://bucket/step_100 --json
 
 """

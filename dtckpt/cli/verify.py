@@ -21,7 +21,7 @@ Examples:
   dtckpt verify step_100
   dtckpt verify s3://bucket/step_100 --threads 16 --json
   dtckpt verify step_100 --key release.pub
-  dtckpt verify runs/megatron --map megatron-llama
+  dtckpt verify step_100 --map names.json
 
 """
 

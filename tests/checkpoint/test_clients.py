@@ -145,16 +145,16 @@ def test_only_members_of_a_mesh_save_on_it(pool, tmp_path, meeting):
 # --- disagreement ---
 
 DISAGREEMENTS = {
-    "names": "SaveDisagreementError",
+    "names": "TensorPartMissingError",
     "values": "SaveDisagreementError",
     "structure": "SaveDisagreementError",
     "options": "SaveDisagreementError",
     "path": "BarrierConflictError",
     "shape": "ComponentError",
     "dtype": "ComponentError",
-    "layout": "SaveDisagreementError",
+    "layout": "TensorPartMissingError",
     "mesh": "ComponentError",
-    "axes": "SaveDisagreementError",
+    "axes": "TensorPartMissingError",
     "unsavable": "TreeError",
     "name": "TensorNameError",
     "error of the state": "ClientFailedError",

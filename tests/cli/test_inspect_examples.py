@@ -27,6 +27,7 @@ def folder(tmp_path_factory):
         dtckpt.save(folder / f"step_{step}", {"model": {"w": torch.rand(8, 8), "layers": layers}, "step": step})
     dtckpt.reshard(folder / "step_100", folder / "step_100_for_8", mesh=dtckpt.abstract_mesh({"x": 8}))
     dtckpt.convert(folder / "step_100", folder / "model.safetensors", select="model/*", rename={"model/*": "*"})
+    (folder / "names.json").write_text('{"rules": [{"from": "model/w", "to": "w"}]}')
     return folder
 
 

@@ -325,7 +325,7 @@ class PieceIndex:
         """Return the same index with other names of files, and more names that are not read; checks nothing again."""
         index = copy.copy(self)
         object.__setattr__(index, "files", self.files if files is None else tuple(files))
-        object.__setattr__(index, "unread", (*self.unread, *unread))
+        object.__setattr__(index, "unread", (*unread, *self.unread))
         return index
 
     def held_in(self, file: str) -> str:

@@ -69,9 +69,9 @@ def test_elements_in_the_index_itself():
     assert whole.is_whole
     assert not tensor().is_whole
     for elements in (np.zeros((4, 6)), np.zeros(24, np.float32)):
-        with pytest.raises(CheckpointCorruptError, match="its elements are not those"):
+        with pytest.raises(CheckpointCorruptError, match="its elements differ"):
             tensor(elements=elements)
-    with pytest.raises(CheckpointCorruptError, match="its elements are not those"):
+    with pytest.raises(CheckpointCorruptError, match="its elements differ"):
         tensor(piece((0, 0), (4, 6)), elements=np.zeros((4, 6), np.float32))
 
 

@@ -60,7 +60,7 @@ MISTAKES = {
     "same: value": ("SaveDisagreementError", "'values/own'"),
     "union: tensor": None,
     "union: value": None,
-    "lost": ("SaveDisagreementError", "'w'"),
+    "lost": ("TensorPartMissingError", "'w'"),
     "shape": ("ComponentError", "'c'"),
     "dtype": ("ComponentError", "'c'"),
     "overlap": ("ComponentError", "'w'"),
