@@ -90,8 +90,8 @@ class ForkedWorkers:
 
         with_clients = [index for index, item in enumerate(items) if HAS_CLIENTS in item.keywords]
         others = [index for index, item in enumerate(items) if HAS_CLIENTS not in item.keywords]
-        # The others work meanwhile, while clients wait.
-        most_with_clients = max(1, 2 * self._count // 3)
+        # The other workers use the processor while clients wait.
+        most_with_clients = max(3, 2 * self._count // 3)
         return Dealer(neighbours(with_clients, group_of), neighbours(others, group_of), most_with_clients)
 
     def _start(self, session: pytest.Session, number: int) -> None:
