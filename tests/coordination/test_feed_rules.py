@@ -346,3 +346,19 @@ def test_uses_of_versions(world):
 def test_events_are_bounded(make, text):
     with pytest.raises(errors.ConfigError, match=text):
         make(Identity("job", 0, 1))
+
+
+def test_a_former_owner_that_comes_back_frees_nothing_under_a_lease(world):
+    world.publish(FLOOR)
+    world.subscribe("reader")
+    # The trainer was silent, so the feed was free; but its process lives, and has the version in its memory.
+    world.rules.gone("trainer", None, "sent no heartbeat")
+    world.open("rival")
+    world.rules.gone("rival", None, "sent no heartbeat")
+    world.now += LEASE_S / 2
+    world.open(secret=SECRET)
+    world.announce(FLOOR)
+    with pytest.raises(errors.VersionLeasedError, match="since another job had the feed; its parts must stay"):
+        world.withdraw(FLOOR)
+    world.now += LEASE_S
+    world.withdraw(FLOOR)

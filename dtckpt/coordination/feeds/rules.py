@@ -150,7 +150,7 @@ class FeedRules(Transitions):
         self._start(now)
         match event:
             case OpenFeed():
-                return self._open(event)
+                return self._open(event, now)
             case Announce():
                 return self._announce(event, now)
             case PutPart():
@@ -175,10 +175,10 @@ class FeedRules(Transitions):
 
     # --- publishers -----------------------------------------------------------------------------------------------
 
-    def _open(self, event: OpenFeed) -> FeedOpened:
+    def _open(self, event: OpenFeed, now: float) -> FeedOpened:
         who, feed = event.who, self.feeds.get(event.feed)
         if feed is None or feed.owner != who.job:
-            feed = self._begin(event, feed)
+            feed = self._begin(event, feed, now)
         elif event.attempt < feed.attempt:
             raise errors.FencedError(_superseded(feed, who, event.attempt))
         elif event.attempt > feed.attempt:
@@ -190,7 +190,7 @@ class FeedRules(Transitions):
         feed.keep, feed.next = event.keep, max(feed.next, event.last_number + 1)
         return FeedOpened(feed.next, feed.secret, self.lease_s)
 
-    def _begin(self, event: OpenFeed, former: Feed | None) -> Feed:
+    def _begin(self, event: OpenFeed, former: Feed | None, now: float) -> Feed:
         """Make a job the owner of a feed that has no owner, or whose owner is gone."""
         owner, first = event.who.job, max(event.floor, event.last_number + 1)
         if former is not None:
@@ -201,7 +201,8 @@ class FeedRules(Transitions):
         self._count(owner, FEED_NBYTES, f"feed {event.feed!r}")
         if former is not None:
             self._drop(former)
-        feed = Feed(event.feed, owner, event.principal, event.attempt, event.secret, event.keep, first, first)
+        taken_at = None if former is None else now
+        feed = Feed(event.feed, owner, event.principal, event.attempt, event.secret, event.keep, first, first, taken_at)
         self.feeds[feed.name] = feed
         self._note("feed_opened", feed, f"opened by job {owner!r}, attempt {event.attempt}")
         return feed
@@ -377,10 +378,10 @@ class FeedRules(Transitions):
     def _withdraw(self, event: Withdraw, now: float) -> VersionState:
         feed, client = self._feed_of(event), event.who.task
         what = f"version {event.number} of feed {feed.name!r}"
-        if event.number < feed.first and now < self._unknown_until():
+        if event.number < feed.first and now < self._unknown_until(feed):
             raise errors.VersionLeasedError(
-                f"{what} may be leased by readers that have not come back after a restart of the registry; its parts "
-                f"must stay for {self._unknown_until() - now:.1f} s"
+                f"{what} may be leased by readers that have not come back since the registry was restarted, or since "
+                f"another job had the feed; its parts must stay for {self._unknown_until(feed) - now:.1f} s"
             )
         if event.number in feed.ended:
             return _state_of(feed, event.number)
@@ -441,7 +442,7 @@ class FeedRules(Transitions):
 
     def _exactly(self, feed: Feed, number: int, now: float, *, is_again: bool) -> Version | NotYet:
         is_unknown = number not in feed.versions and number not in feed.ended
-        if is_unknown and (number >= feed.next or (number < feed.first and now < self._unknown_until())):
+        if is_unknown and (number >= feed.next or (number < feed.first and now < self._unknown_until(feed))):
             return NotYet(f"feed {feed.name!r} has no version {number} yet")
         try:
             version = self._version(feed, number)
@@ -451,7 +452,7 @@ class FeedRules(Transitions):
             raise errors.SourceLostError(
                 f"version {number} of feed {feed.name!r} cannot be read: {progress_of(version)}"
             )
-        may_again = is_again and version.is_old and now < self._unknown_until()
+        may_again = is_again and version.is_old and now < self._unknown_until(feed)
         if version.state == RETIRING and not may_again:
             raise errors.VersionGoneError(f"version {number} of feed {feed.name!r} is retired")
         return NotYet(progress_of(version)) if version.state == PUBLISHING else version

@@ -203,8 +203,9 @@ class Feed:
 
     Args:
         principal: Whose job the owner is, by its token.
-        first: Numbers below it belong to an earlier life of the registry.
+        first: Numbers below it belong to an earlier life of the registry, or to a former owner.
         next: Lowest number that no version has had.
+        taken_at: When the owner took the feed over from another job; None: it did not.
         highest_step: Of all versions; -1: there was none.
         publishers: The clients of the owner that have opened the feed and are alive.
         members: How many records (of any kind) of the feed each job has.
@@ -220,6 +221,7 @@ class Feed:
     keep: int
     first: int
     next: int
+    taken_at: float | None = None
     highest_step: int = -1
     publishers: set[Identity] = field(default_factory=set)
     versions: dict[int, Version] = field(default_factory=dict)

@@ -69,9 +69,12 @@ class Transitions:
         if self._started_at is None:
             self._started_at = now
 
-    def _unknown_until(self) -> float:
-        """Return when each lease that an earlier life of the registry granted is renewed or has ended."""
-        return (self._started_at or 0.0) + self.lease_s
+    def _unknown_until(self, feed: Feed) -> float:
+        """Return when each lease that an earlier life of the registry, or of the feed, granted is renewed or has ended.
+
+        A former owner may come back with versions in its memory; here their leases ended with its ownership.
+        """
+        return max(self._started_at or 0.0, feed.taken_at or 0.0) + self.lease_s
 
     # --- versions ---------------------------------------------------------------------------------------------------
 
