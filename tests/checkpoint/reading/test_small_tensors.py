@@ -249,4 +249,4 @@ def test_damage_ends_all_reads(threads, tmp_path, monkeypatch):
         with pytest.raises(CheckpointCorruptError, match="'t07'"):
             dtckpt.restore(tmp_path / "s", emptied(tree))
         assert not under_way
-        assert set(threading.enumerate()) == before
+        assert set(threading.enumerate()) <= before  # threads of earlier tests may end meanwhile
