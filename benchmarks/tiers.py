@@ -74,7 +74,7 @@ def main() -> None:
             target.copy_(source)
 
     def change() -> None:
-        # As AdamW does: else a partner would get none of what has not changed.
+        # As AdamW does. A partner gets changed pieces only, so without a change nothing would be sent.
         for part in local:
             part.add_(1)
 

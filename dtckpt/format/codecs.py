@@ -23,7 +23,7 @@ _RAW, _REPEATED = 0, 1
 _ZSTD_BLOCK_NBYTES = 128 << 10
 _BLOSC_BLOCK_NUMEL = 2 * _ZSTD_BLOCK_NBYTES
 """Elements of a block of Blosc: two blocks of Zstandard for each byte of an element. In the shuffled block, no block of
-Zstandard holds two of these bytes, and so each has a code of its own: short for exponents, none for mantissas. For
+Zstandard holds two of these bytes, and so each has a separate code: short for exponents, none for mantissas. For
 blocks of more than 256 KiB, Zstandard also looks for longer repetitions only, which noise has not."""
 
 NO_CODEC = "none"

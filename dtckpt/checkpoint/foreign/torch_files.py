@@ -329,7 +329,7 @@ class _Frame:
 class TensorStreams:
     """Reads streams that hold one tensor each. Thread-safe.
 
-    To parse a stream takes ten times as long as to compare its frame with that of an earlier one.
+    To parse a stream takes ten times as long as to compare its frame with the frame of an earlier stream.
 
     Args:
         folder: The folder that their files are in.

@@ -83,7 +83,7 @@ class ZarrArray:
         return f"{self.path}/{self.separator.join((*self.key_parts, *map(str, index))) or '0'}"
 
     def has_key(self, key: str) -> bool:
-        """Whether a key is that of a chunk."""
+        """Whether a key names a chunk."""
         first = len(self.key_parts)
         parts = key.removeprefix(f"{self.path}/").split(self.separator)[first:] if self.grid.counts else []
         if not all(part.isascii() and part.isdecimal() and len(part) < _MAX_DIGITS for part in parts):

@@ -1,4 +1,4 @@
-"""Move a training state from the clients of an old world to those of a new one, out of the tensors that hold it.
+"""Move a training state from the old world's clients to the new world's clients, directly between their tensors.
 
 ::
 

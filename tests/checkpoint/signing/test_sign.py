@@ -1,7 +1,6 @@
 """Signed checkpoints: a restore with trusted keys takes the signed bytes, or fills nothing."""
 
 import shutil
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -26,10 +25,7 @@ from dtckpt.checkpoint.signing.statement import (
 from ..copying.roots import OPTIONS, files_in, flip, is_step, save_steps, state, step_folder
 from . import sign_cases
 
-ALGORITHMS = [
-    "sha256",
-    pytest.param("blake3", marks=pytest.mark.skipif(not find_spec("blake3"), reason="the package blake3 is missing")),
-]
+ALGORITHMS = ["sha256", "blake3"]
 
 
 def pem_pair(folder, name):
