@@ -130,7 +130,7 @@ def current_coordination() -> Coordination:
 
 
 def joined_member() -> Member | None:
-    """Return who this client is in the job that this process is connected to; None if it is connected to none."""
+    """Return this client's place in the job that this process is connected to; None without a connection."""
     return None if _current is None else _current.member
 
 

@@ -2,7 +2,7 @@
 
 S3 begins to answer before it has copied, so an answer with status 200 may hold an error; awscrt looks for it, and
 repeats requests that S3 puts off. A server that does not know the request may take it for the upload of an empty
-object: so the answer must be that of a copy.
+object. So the answer must hold a `CopyObjectResult`.
 """
 
 from __future__ import annotations

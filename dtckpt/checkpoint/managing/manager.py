@@ -610,7 +610,7 @@ class CheckpointManager:
         Blocks: On the slowest client, at most for ``timeout_s`` of the options at each barrier.
 
         Args:
-            state: The state of this process, as for `save`; None if it has none, or none that is whole.
+            state: The state of this process, as for `save`; None if the process is new, or its state is not whole.
             step: The step that ``state`` is at.
             target: As for `dtckpt.restore`.
             mesh: As for `dtckpt.restore`.

@@ -5,7 +5,7 @@
     old world    client 0       client 1       client 2       client 3
                     |              |            (lost)           |
     new world    client 0       client 1                      client 2
-                    |----------- resize/met -------------------|       who was who? at which step?
+                    |----------- resize/met -------------------|       old client numbers and steps
                  describe       describe                    describe
                     |----------- lend/begin -------------------|       is each part of each tensor here? then a plan
                  digests        digests                     digests
@@ -97,7 +97,7 @@ class ResizedState:
     received_nbytes: int = 0
 
 
-# --- who has what; pure -----------------------------------------------------------------------------------------------
+# --- former clients; pure ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ def plan_givers(former: Mapping[int, FormerClient]) -> Givers:
     """Return the clients that have a state together.
 
     Args:
-        former: By client of the new world, who it was.
+        former: By client of the new world, the client's facts of the old one.
 
     Raises:
         BarrierConflictError: Two clients were one client of the old world, or come from different worlds.
@@ -247,7 +247,7 @@ class ResizeRequest:
         step: The step of the state.
         seen: The newest step that it has reached.
         origin: As in `FormerClient`.
-        world: Who it was when it got the state.
+        world: Its place in the job when it got the state.
         target: As for `dtckpt.restore`, like ``mesh``, ``layouts`` and ``options``.
         begin: Called before the target changes.
         host: Name of this host.
@@ -301,7 +301,7 @@ class Resize:
             self._server.close()
 
     def run(self, prepare: Callable[[], object]) -> tuple[Givers, ResizedState | None]:
-        """Move the state; return who had it, and the result; None if the state cannot be moved out of memory.
+        """Move the state; return the clients that had it, and the result; None if memory lacks a part of the state.
 
         Collective: Over all clients of the new world; barriers ``resize/met``, ``resize/lent``, ``resize/moved``;
         ``lend/begin`` over those that have a state; and as `dtckpt.restore`.
@@ -316,7 +316,7 @@ class Resize:
             if givers.reason:
                 return givers, None
             lent = self._describe(givers, timeout_s)
-            # An operation of its own, as the clients that have no state were not in the one before.
+            # A separate operation: clients without a state took no part in the operation before.
             collective = Collective(self._coordination, "resize", timeout_s)
             _, payloads = collective.run_round_with_value("lent", lambda: (None, self._lend(lent)))
             if reasons := [data.decode() for _, data in sorted(payloads.items()) if data]:
@@ -328,7 +328,7 @@ class Resize:
     # --- meet -------------------------------------------------------------------------------------------------------
 
     def _meet(self, collective: Collective, prepare: Callable[[], object]) -> Givers:
-        """Tell the other clients who this one was, and learn it of them. Collective: round ``met``."""
+        """Exchange the clients' facts of the old world. Collective: round ``met``."""
         request = self._request
 
         def introduce() -> bytes:
@@ -366,7 +366,7 @@ class Resize:
     # --- lend -------------------------------------------------------------------------------------------------------
 
     def _describe(self, givers: Givers, timeout_s: float) -> Callable[[], PartIndex | None]:
-        """Agree with the others that have a state on who lends which part; return a function that makes the index.
+        """Agree with the other clients on the lender of each part; return a function that makes the index.
 
         The function raises the error of this, so that clients without a state learn it, too.
 
@@ -429,7 +429,7 @@ class Resize:
 
     def _move(self, givers: Givers) -> ResizedState:
         """Restore the lent parts as a checkpoint. Collective: As `dtckpt.restore` over all clients."""
-        # The old state has just been described: a tensor of the target must not get the mesh of one that is like it.
+        # The old state has just been described: a tensor of the target must not get the mesh of an equal tensor.
         torch_private.forget_meshes()
         request, opened = self._request, list[PartCheckpoint]()
         assert givers.step is not None  # noqa: S101  else the clients go back
@@ -495,6 +495,6 @@ def overlap_with(tensors: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bo
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses between which the memory of a tensor lies, with that of all of its views."""
+    """Return the addresses between which the memory of a tensor and of all its views lies."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -14,7 +14,7 @@ again: to fill new memory costs a page fault per page, more than the copy. Nothi
 processes, not a host. If a host with a local disk lost its power, digests tell which parts were torn.
 
 A process keeps each file locked that it has filled, as long as it has it mapped. So other processes tell its files from
-those of processes that are gone, in any container: numbers of processes would not.
+the files of dead processes, in any container. Process numbers would not tell.
 
 Files of other jobs are never touched.
 """
@@ -63,7 +63,7 @@ def job_name(root: str) -> str:
 def _new_locked(path: Path) -> int:
     while True:
         descriptor = LocalFolder(path.parent).new_file(path.name)
-        with suppress(OSError):  # a file system without locks: there nobody takes a file for that of a dead process
+        with suppress(OSError):  # a file system without locks: there no process removes the files of another
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         if os.fstat(descriptor).st_nlink:
             return descriptor

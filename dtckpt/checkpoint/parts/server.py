@@ -556,7 +556,7 @@ class _PartHandler(BaseHTTPRequestHandler):
         with self._held_by(base, index) as held:
             nbytes = sum(stop - start for start, stop in gaps(held.ranges, index.nbytes))
             if (index.save, index.client) != (save, client) or length != LENGTH_NBYTES + len(index_file) + nbytes:
-                raise _RefusedError(400, "the part is not the one that the request names")
+                raise _RefusedError(400, "the request names another part")
             try:
                 self._keep(index, index_file, held)
             except BaseException:

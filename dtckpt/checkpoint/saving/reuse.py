@@ -10,7 +10,7 @@ before any of them is copied or written::
                             the same             ---->  another digest or identity  ---->  write
                                                         the same                    ---->  share
 
-Where training changes everything, one block of 256 KiB per chunk tells, and the save costs what it did before. Where a
+Where training changes everything, one block of 256 KiB per chunk tells, and the save costs no more. Where a
 chunk has not changed, the base's manifest also tells its share in the tensor's content, so its bytes are read once.
 
 In a database many chunks share a data file. A file of which less than half is still in use is not shared: its chunks
