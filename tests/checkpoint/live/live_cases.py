@@ -171,11 +171,16 @@ def fail_on_client_1(subscriber: Subscriber) -> None:
 
 
 def with_reader(folder: Path, work: Callable[..., Any], *args: Any) -> Any:
-    """Do the work of a reader when the versions are published; let the publisher end."""
+    """Do the work of a reader when the versions are published. The publisher ends when all clients have done theirs."""
+    config = Config.from_environ()
     await_note(folder, "published")
     try:
         return work(*args)
     finally:
+        # Without a DTensor in the target each client reads alone, and client 0 may be the first to end.
+        (folder / f"client {config.client_id} is done").write_bytes(b"")
+        for client in range(config.num_clients if config.client_id == 0 else 0):
+            await_note(folder, f"client {client} is done")
         note(folder, "done")
 
 
