@@ -119,7 +119,7 @@ class _BegunVersion:
     @property
     def memory(self) -> PartFile | LentMemory:
         """Where readers find the elements."""
-        return self.lent or self.part.take(self.agreed.plan)
+        return self.lent or self.part.take(self.agreed.plan, self.agreed.state)
 
 
 class Publisher:
@@ -396,7 +396,7 @@ class Publisher:
                 validate_lendable(state)
                 self._free_versions(registry)
             else:
-                self._take_memory(part, proposal.plan, registry)
+                self._take_memory(part, proposal, registry)
             summary = proposal.summary()
             assert server is not None  # noqa: S101  the registry is open
             server.keep_texts({proposal.digest: proposal.text, summary.tree: proposal.state.tree})
@@ -413,7 +413,7 @@ class Publisher:
                 casts.validate_all_used((spec.name, spec.dtype) for spec in specs)
                 dtypes = {spec.name: torch_dtype(spec.dtype) for spec in specs if spec.dtype in CAST_DTYPES}
             with phases.measure("stage"):
-                return part.take(plan).staging.stage(
+                return part.take(plan, state).staging.stage(
                     state, plan, client, with_copies=False, count=phases.count, beside=NO_COPIES, dtypes=dtypes
                 )
 
@@ -437,7 +437,7 @@ class Publisher:
             save = save_of_version(self.name, number, step, len(collective.participants), tree)
             return _BegunVersion(save, tree, agreed, part, LentMemory() if lends else None, tags)
 
-    def _take_memory(self, part: PartInProgress, plan: SavePlan, registry: FeedClient) -> None:
+    def _take_memory(self, part: PartInProgress, proposal: Proposal, registry: FeedClient) -> None:
         """Take the file for a version; first free the versions that are retired and that no reader leases.
 
         Raises:
@@ -452,7 +452,7 @@ class Publisher:
                         f"feed {self.name!r} has {len(self._held)} versions in memory, and keeps {self.keep}; readers "
                         f"hold older ones: {readers}; end these readers, or keep more"
                     )
-                part.take(plan)
+                part.take(proposal.plan, proposal.state)
                 return
             except StorageFullError:
                 if time.monotonic() >= deadline:

@@ -20,7 +20,7 @@ from dtckpt.checkpoint.parts.lent_memory import LentMemory
 from dtckpt.checkpoint.parts.open_part import piece_digest
 from dtckpt.checkpoint.parts.records import NO_COPIES, NearCopies, PartPiece, PartTensor
 from dtckpt.checkpoint.saving.plan import SavePlan
-from dtckpt.checkpoint.saving.staging import ALIGNMENT, written_regions
+from dtckpt.checkpoint.saving.staging import aligned_nbytes, tied_nbytes, written_regions
 from dtckpt.checkpoint.saving.state import MemorySource, State
 from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import CheckpointError
@@ -48,11 +48,20 @@ class PartInProgress:
         self._plan: SavePlan | None = None
         self._file: PartFile | None = None
 
-    def take(self, plan: SavePlan) -> PartFile:
-        """Return the file for a part of a plan. Raises: StorageFullError: The folder is full."""
+    def take(self, plan: SavePlan, state: State) -> PartFile:
+        """Return the file for the part of a plan.
+
+        Args:
+            plan: The plan. For the same plan, each call returns the same file.
+            state: This client's state.
+
+        Raises:
+            StorageFullError: The folder is full.
+        """
         if self._file is None or plan is not self._plan:
             self.give_back()
-            self._file = self._folder.take(part_nbytes(plan, self._client, self._copies_of(plan)))
+            nbytes = part_nbytes(plan, self._client, self._copies_of(plan))
+            self._file = self._folder.take(nbytes - tied_nbytes(state, plan, self._client))
             self._plan = plan
         return self._file
 
@@ -73,23 +82,19 @@ class PartInProgress:
 
 
 def part_nbytes(plan: SavePlan, client: int, copies: NearCopies) -> int:
-    """Return the bytes that a client's part and its near copies take at most, with every box aligned."""
+    """Return the bytes of a client's part and its near copies, with every box aligned, if no tensors are tied."""
     itemsizes = {tensor.name: DTYPES[tensor.dtype].itemsize for tensor in plan.tensors} if copies else {}
-    beside = (_aligned(region, itemsizes[name]) for name, regions in copies.items() for region in regions)
+    beside = (aligned_nbytes(region, itemsizes[name]) for name, regions in copies.items() for region in regions)
     return _own_nbytes(plan, client) + sum(beside)
 
 
 @lru_cache(maxsize=4)
 def _own_nbytes(plan: SavePlan, client: int) -> int:
     return sum(
-        _aligned(region, DTYPES[tensor.dtype].itemsize)
+        aligned_nbytes(region, DTYPES[tensor.dtype].itemsize)
         for tensor in plan.tensors
         for region in written_regions(tensor, client)
     )
-
-
-def _aligned(region: Region, itemsize: int) -> int:
-    return -(-region.numel * itemsize // ALIGNMENT) * ALIGNMENT
 
 
 def described_pieces(

@@ -14,9 +14,10 @@ as long as the write of all but the last ``nbytes`` bytes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import MappingProxyType
@@ -34,6 +35,7 @@ from dtckpt.checkpoint.saving.write import Source
 from dtckpt.comm import host_memory, torch_private
 from dtckpt.comm.background_threads import Pool
 from dtckpt.errors import CheckpointError, SliceError
+from dtckpt.format.dtypes import DTYPES
 from dtckpt.layout.region import Region
 
 ALIGNMENT = 64
@@ -73,8 +75,8 @@ class StagingMemory:
     ) -> State:
         """Copy the elements that a client will write; with ``with_copies``, digest every copy of a value that it holds.
 
-        Chunks that the save's base has already are not copied. Copies of values on a GPU are staged, to be digested
-        later.
+        Chunks that the save's base has already are not copied. Tied tensors are copied once. Copies of values on a GPU
+        are staged, to be digested later.
 
         Blocks: On the copies and digests; for tensors on a GPU, on the work that the current stream has still to do.
 
@@ -114,17 +116,22 @@ class StagingMemory:
                     boxes += [
                         (name, region, [view]) for region, view in _views_to_stage(box, copies[0].detach(), written)
                     ]
+        tied = _tied_views([(view, dtypes.get(name, view.dtype)) for name, _, views in boxes for view in views])
         for name, regions in beside.items():
             for box, copies in state.source.parts(name):
                 boxes += [(name, region, [view]) for region, view in _views_to_stage(box, copies[0].detach(), regions)]
-        sources = [view for _, _, views in boxes for view in views]
-        targets = self._carve(sources, [dtypes.get(name, view.dtype) for name, _, views in boxes for view in views])
+        views = [(view, dtypes.get(name, view.dtype)) for name, _, views in boxes for view in views]
+        distinct = [number for number in range(len(views)) if number not in tied]
+        sources = [views[number][0] for number in distinct]
+        targets = self._carve(sources, [views[number][1] for number in distinct])
         with torch.no_grad():
             _copy(targets, sources)
+        buffers = dict(zip(distinct, targets, strict=True))
         parts: dict[str, Parts] = {}
-        remaining = iter(targets)
-        for name, region, views in boxes:
-            parts.setdefault(name, []).append((region, [next(remaining) for _ in views]))
+        numbers = itertools.count()
+        for name, region, copies in boxes:
+            staged = [buffers[tied.get(number, number)] for number in itertools.islice(numbers, len(copies))]
+            parts.setdefault(name, []).append((region, staged))
         count(sum(target.nbytes for target in targets))
         return replace(state, source=MemorySource(parts, noted))
 
@@ -151,6 +158,56 @@ class StagingMemory:
         ]
         self._shapes = shapes
         return self._pieces
+
+
+def _tied_views(views: Sequence[tuple[torch.Tensor, Hashable]]) -> dict[int, int]:
+    """Find the views whose elements an earlier view has, too, in the same memory.
+
+    Args:
+        views: Views, each with the dtype that its elements are converted to.
+
+    Returns:
+        By number of such a view, the number of the earlier one.
+    """
+    first_at: dict[int, int] = {}
+    first_like: dict[Hashable, int] = {}
+    tied = {}
+    for number, (view, dtype) in enumerate(views):
+        first = first_at.setdefault(view.data_ptr(), number)
+        if first != number:  # rare: only then the views are described, which takes longer
+            for each, other in ((first, views[first]), (number, (view, dtype))):
+                like = first_like.setdefault((_facts(other[0]), other[1]), each)
+            if like != number:
+                tied[number] = like
+    return tied
+
+
+def tied_nbytes(state: State, plan: SavePlan, client: int) -> int:
+    """Return the bytes of staging memory that a client needs less because tied tensors are copied once."""
+    source = state.source
+    if not isinstance(source, MemorySource):
+        return 0
+    addresses = [tensor.data_ptr() for tensor in source.tensors]
+    if len(set(addresses)) == len(addresses):
+        return 0
+    specs = [(item.spec, list(written_regions(item, client))) for item in plan.tensors]
+    found = [
+        (spec.dtype, region, view)
+        for spec, written in specs
+        for box, copies in source.parts(spec.name)
+        for region, view in _views_to_stage(box, copies[0].detach(), written)
+    ]
+    tied = _tied_views([(view, dtype) for dtype, _, view in found])
+    return sum(aligned_nbytes(found[number][1], DTYPES[found[number][0]].itemsize) for number in tied)
+
+
+def aligned_nbytes(region: Region, itemsize: int) -> int:
+    """Return the bytes of staging memory for a region."""
+    return math.ceil(region.numel * itemsize / ALIGNMENT) * ALIGNMENT
+
+
+def _facts(view: torch.Tensor) -> tuple[object, ...]:
+    return view.device, view.data_ptr(), view.dtype, view.shape, view.stride(), view.is_conj(), view.is_neg()
 
 
 def _allocate(nbytes: int) -> torch.Tensor:

@@ -160,7 +160,7 @@ def _begin(session: TierSession, request: SaveRequest, collective: Collective) -
     def propose() -> tuple[Proposal, bytes]:
         proposal = Proposal.of(request.collect(), collective.participants, request.options)
         # Here, so that a full tier becomes this client's vote.
-        file.take(proposal.plan)
+        file.take(proposal.plan, proposal.state)
         summary = proposal.summary()
         # Texts of this save alone: a tree's text contains plain values, so it differs in each step.
         joined.server.keep_texts({proposal.digest: proposal.text, summary.tree: proposal.state.tree})
@@ -174,7 +174,7 @@ def _begin(session: TierSession, request: SaveRequest, collective: Collective) -
         return proposal, vote.to_bytes()
 
     def stage(state: State, plan: SavePlan) -> State:
-        memory = file.take(plan).staging
+        memory = file.take(plan, state).staging
         near = near_copies(plan, client, joined.neighbours)
         with phases.measure("stage"):
             return memory.stage(state, plan, client, with_copies=compares(state), count=phases.count, beside=near)
@@ -234,7 +234,7 @@ def _hold(session: TierSession, begun: Begun, collective: Collective) -> None:
         _ = begun.agreed.state
 
     def put() -> tuple[PartIndex, bytes]:
-        file = begun.file.take(plan)
+        file = begun.file.take(plan, begun.agreed.state)
         near = near_copies(plan, client, begun.joined.neighbours)
         tensors, pieces, copies = described_pieces(begun.agreed.state, plan, file, client, near)
         tree = begun.agreed.state.tree
@@ -262,7 +262,7 @@ def _copy(session: TierSession, begun: Begun, index: PartIndex) -> None:
     session.expected.expect(save, (client for info in senders for client in info.clients))
     peers = [joined.peer(other) for other in joined.copy_hosts.partners(host)]
     unpin = session.folder.pin(save)
-    data = begun.file.take(begun.agreed.plan).view[: index.nbytes]
+    data = begun.file.take(begun.agreed.plan, begun.agreed.state).view[: index.nbytes]
     protect = partial(session.replicator.protect, save)
     copy = OutgoingPart(save, joined.client, index, data, peers, unpin, protect, begun.is_agreed)
     session.replicator.submit(copy)

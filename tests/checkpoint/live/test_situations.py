@@ -680,6 +680,8 @@ def test_27_tied_tensors(jobs, is_tied):
     with torch.no_grad():
         model.embed.weight.copy_(weights(1)["a"])
     publish(jobs.publisher(), 1, {"model": model})
+    (file,) = (path for path in files(jobs.folder) if path.suffix == ".data")
+    assert file.stat().st_size == model.embed.weight.nbytes
     with Subscriber(FEED, {"model": target}, covers=target) as subscriber:
         jobs.update(subscriber)
     assert target.embed.weight.equal(weights(1)["a"])

@@ -150,6 +150,41 @@ def test_memory_is_kept_between_saves_of_one_structure(tmp_path):
     assert [nbytes for _, nbytes in blocks] == [4032, 4032, 6016, 448]
 
 
+def test_tied_tensors_are_copied_once():
+    """Tied: the same elements of the same memory. Other views of that memory are copied for themselves."""
+    weight = torch.arange(64.0)
+    tree = {
+        "first": weight,
+        "tied": weight.detach(),
+        "square": weight.view(8, 8),
+        "transposed": weight.view(8, 8).t(),
+        "half": weight[:32],
+        "bits": weight.view(torch.int32),
+        "equal": weight.clone(),
+        "nothing": weight[:0],
+        "also nothing": weight[:0],
+    }
+    state = state_of_tree(tree, SaveOptions(), 0, [0])
+    plan = plan_save(state.specs, 1 << 20)
+    counted = []
+    staged = staging.StagingMemory().stage(state, plan, 0, with_copies=False, count=counted.append)
+    assert counted == [6 * 256 - 128]
+    assert staging.tied_nbytes(state, plan, 0) == 256
+    copies = {name: staged.source.parts(name)[0][1][0] for name in tree if tree[name].numel()}
+    assert all(copy.equal(tree[name]) and copy.dtype == tree[name].dtype for name, copy in copies.items())
+    assert len({copy.data_ptr() for copy in copies.values()}) == 6
+    assert copies["first"].data_ptr() == copies["tied"].data_ptr()
+
+
+def test_a_tied_tensor_that_is_converted_is_copied_for_itself():
+    weight = torch.arange(64.0)
+    state = state_of_tree({"a": weight, "b": weight}, SaveOptions(), 0, [0])
+    plan, dtypes = plan_save(state.specs, 1 << 20), {"b": torch.bfloat16}
+    memory = staging.StagingMemory()
+    staged = memory.stage(state, plan, 0, with_copies=False, count=lambda _: None, dtypes=dtypes)
+    assert [staged.source.parts(name)[0][1][0].dtype for name in "ab"] == [torch.float32, torch.bfloat16]
+
+
 @pytest.mark.parametrize("gpu", [pytest.param("cuda", marks=needs_gpu)])
 def test_memory_for_what_lies_on_a_gpu_is_page_locked_and_kept(gpu):
     memory = staging.StagingMemory()

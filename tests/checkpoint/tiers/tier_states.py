@@ -51,6 +51,8 @@ def sharded(mesh: dtckpt.Mesh, *, is_target: bool) -> dict[str, Any]:
     for number, (name, whole) in enumerate(whole_tensors().items()):
         specs = ["x" if dim == number % max(1, whole.ndim) else dtckpt.UNSHARDED for dim in range(whole.ndim)]
         made[name] = packed(zeros_of(whole) if is_target else whole, Layout(specs, mesh))
+        if not number:
+            made["tied"] = made[name]
     return made
 
 
@@ -81,6 +83,9 @@ def restore_kinds(root: Path, folder: Path, hosts: Sequence[str]) -> list[str]:
         wrong += [
             f"sharded {name}" for name, t in whole_tensors().items() if bits_of(tree["sharded"][name]) != bits_of(t)
         ]
+        first = next(iter(whole_tensors().values()))
+        if bits_of(tree["sharded"]["tied"]) != bits_of(first):
+            wrong.append("sharded tied")
         if (restored.local is None, tree["step"], tree["values"]["a"], tree["values"]["b"], tree["empty"]) != (
             False, 2, [1, "two", None], (3.5, True), {},
         ):  # fmt: skip
