@@ -188,6 +188,16 @@ def test_new_version_of_a_restarted_registry_may_go_at_once(world):
     assert world.withdraw(FLOOR).state == "RELEASED"
 
 
+def test_a_reader_is_told_that_the_clock_behind_the_numbers_went_back(world):
+    """Else a reader would wait for a number that is hours away, and nothing would say why."""
+    world.open()
+    world.publish(FLOOR)
+    later = feeds.Want(newer_than=FLOOR)
+    assert "clock" not in world.subscribe("reader", want=later).why
+    later = feeds.Want(newer_than=FLOOR + 1)
+    assert "clock was ahead" in world.subscribe("reader", want=later).why
+
+
 def test_parts_that_come_back_make_a_lost_version_readable(world):
     world.publish(FLOOR)
     world.rules.gone("trainer", (1,), "sent no heartbeat")

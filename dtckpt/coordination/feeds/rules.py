@@ -438,6 +438,12 @@ class FeedRules(Transitions):
         if readable:
             return max(readable, key=lambda version: version.number)
         why = "".join(f"; {progress_of(version)}" for version in fitting[-SOME:])
+        if want.newer_than >= feed.next:
+            # The registry that gave the number has died, and numbers come from a clock.
+            why += (
+                f"; its numbers begin at {feed.first}, so the reader's version is of an earlier registry whose clock "
+                "was ahead; a reader that does not ask for a newer version (newer=False) takes the newest one"
+            )
         return NotYet(f"feed {feed.name!r} has no version yet that is {want}{why}")
 
     def _exactly(self, feed: Feed, number: int, now: float, *, is_again: bool) -> Version | NotYet:
