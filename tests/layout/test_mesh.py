@@ -175,13 +175,13 @@ def test_unknown_fields_are_refused():
 
 
 def test_many_devices_are_cheap():
-    started = time.perf_counter()
+    started = time.process_time()
     names = [f"/job:worker/replica:0/task:{task}/device:CPU:0" for task in range(16384)]
     mesh = Mesh(["a", "b"], np.arange(16384).reshape(128, 128), [5], names[5:6])
     assert mesh == Mesh(["a", "b"], np.arange(16384).reshape(128, 128), [77], names[77:78], global_devices=names)
     assert mesh.coordinate(16383) == (127, 127)
     assert mesh.client_of(9000) == 9000
-    assert time.perf_counter() - started < 5
+    assert time.process_time() - started < 5
 
 
 class TestDeviceSpec:

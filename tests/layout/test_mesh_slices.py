@@ -191,8 +191,8 @@ def test_ranks_and_ids(seen_by):
 
 def test_large_meshes_are_cheap(seen_by):
     mesh = seen_by(77, np.arange(16384).reshape(16, 8, 128), NAMES)
-    started = time.perf_counter()
+    started = time.process_time()
     assert mesh["dp", "tp"].size() == 2048
     assert mesh.flatten(("dp", "cp")).size() == 128
     assert mesh["dp"] is mesh["dp"]
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2

@@ -13,7 +13,7 @@ from dtckpt.checkpoint.parts.peers import Peer
 from dtckpt.checkpoint.parts.server import PartServer
 from dtckpt.errors import ConfigError, StorageError, StoragePermissionError
 
-from .test_server import DATA, SAVE, TOKEN, folder, index_of, read  # noqa: F401  the fixture
+from .test_server import DATA, SAVE, TOKEN, WAIT_S, folder, index_of, read  # noqa: F401  the fixture
 
 CA = "DTCKPT_DATA_CA"
 
@@ -49,7 +49,7 @@ def trusting(authority, **options):
 
 
 def peer_of(server, tls):
-    return Peer(server.url, "there", TOKEN, 5.0, tls=tls)
+    return Peer(server.url, "there", TOKEN, WAIT_S, tls=tls)
 
 
 def test_parts_by_tls(serve, folder, ours):  # noqa: F811
@@ -83,7 +83,7 @@ def test_certificates_that_are_not_to_be_trusted(serve, ours, theirs, tmp_path, 
     expected = rf"host there is not to be trusted at 127.0.0.1, as {CA} says: .*({text}).*DTCKPT_DATA_SERVER_NAME"
     with pytest.raises(StoragePermissionError, match=expected):
         peer_of(server, trusting(ours)).indexes(SAVE)
-    assert time.monotonic() - start < 4.0
+    assert time.monotonic() - start < WAIT_S / 2
     if fault == "name":
         assert peer_of(server, trusting(ours, server_name="trainer.example")).indexes(SAVE) == []
 

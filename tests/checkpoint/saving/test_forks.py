@@ -35,7 +35,7 @@ def test_children_that_are_forked_during_saves(tmp_path):
     assert len(children) == NUM_CHILDREN
     for name, code, said, seconds in children:
         assert (code, said) == ("7", "done" if name in RIGHTS else "ForkedProcessError"), (name, code, said)
-        assert float(seconds) < 1, (name, seconds)
+        assert float(seconds) < 10, (name, seconds)
     with dtckpt.CheckpointManager(tmp_path / "run") as manager:
         newest = manager.latest_step()
         assert newest > 2
