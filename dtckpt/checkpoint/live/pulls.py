@@ -15,9 +15,10 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -62,14 +63,24 @@ class HeldPart:
         self.nbytes = 0
         self._has = set(range(len(index.pieces))) if has is None else has
 
+    @cached_property
+    def _tied(self) -> dict[int, list[int]]:
+        """By piece, the later pieces with the same elements of the part: of tied tensors. They come with that piece."""
+        by_elements: dict[Hashable, list[int]] = {}
+        for number, piece in enumerate(self.index.pieces):
+            facts = piece.offset, piece.strides, piece.region.shape, self.index.tensors[piece.tensor].dtype
+            by_elements.setdefault(facts, []).append(number)
+        return {first: others for first, *others in by_elements.values() if others}
+
     @classmethod
     def to_fill(cls, index: PartIndex, index_file: bytes, file: PartFile) -> HeldPart:
         """Return a part without pieces."""
         return cls(index, index_file, file.view, set())
 
     def lacking(self) -> list[int]:
-        """Return the numbers of the pieces that are not here."""
-        return [number for number in range(len(self.index.pieces)) if number not in self._has]
+        """Return the numbers of the pieces to pull: those that are not here, without what comes with another piece."""
+        tied = {number for others in self._tied.values() for number in others}
+        return [number for number in range(len(self.index.pieces)) if number not in self._has and number not in tied]
 
     def some_of(self, numbers: Sequence[int]) -> list[int]:
         """Return those of some pieces that are here, as far as they go into one answer."""
@@ -107,6 +118,9 @@ class HeldPart:
             CheckpointCorruptError: Their digest is another one.
             StorageError: The answer ends too early.
         """
+        if number in self._has:
+            # Also a piece that came with another one: a damaged answer must not overwrite it.
+            raise StorageError(f"piece {number} came, and is here already")
         piece, elements = self.index.pieces[number], self._elements(number)
         name = self.index.tensors[piece.tensor].name
         into = elements if piece.is_dense else np.empty_like(elements, order="C")
@@ -123,7 +137,10 @@ class HeldPart:
             )
         if not piece.is_dense:
             elements[...] = into
-        self._has.add(number)
+        others = self._tied.get(number, [])
+        for other in others:
+            verified_elements(self._data, self.index, other)
+        self._has.update([number, *others])
         self.nbytes += at
 
 

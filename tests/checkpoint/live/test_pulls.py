@@ -147,3 +147,44 @@ def test_a_relay_that_is_lost_is_asked_once():
     assert errors[0] is errors[1]
     with pytest.raises(StorageError, match="the address of a relay is malformed"):
         RelayPeer("127.0.0.1:x", "gone", "", 10.0).read(SAVE, 0, [])
+
+
+def with_tied(index, data, *, digest=None):
+    """Return the index with a tensor that is tied to the rows: other names for the same elements."""
+    tied = [replace(piece, tensor=len(index.tensors)) for piece in index.pieces if piece.tensor == 1]
+    digests = [
+        piece_digest("t", piece.region, elements_of(memoryview(data), piece, np.dtype("float32"))) for piece in tied
+    ]
+    pieces = tuple(replace(piece, digest=digest or own) for piece, own in zip(tied, digests, strict=True))
+    tensors = (*index.tensors, PartTensor("t", SHAPE, "float32", None))
+    return replace(index, tensors=tensors, pieces=index.pieces + pieces)
+
+
+def test_elements_of_tied_tensors_are_pulled_once(source):
+    index, data, _, _, peer, _ = source
+    part = empty(with_tied(index, data))
+    assert part.lacking() == list(range(5))
+    peer.pull(SAVE, 0, PullRequest.of_lacking("a", part.lacking(), insists=False), part)
+    assert part.lacking() == []
+    assert part.some_of(range(8)) == list(range(8))
+    assert part.nbytes == (12 + 24 + 1) * 4
+    part.verify()
+
+
+def test_tied_tensors_with_different_digests_are_refused(source):
+    """An index of another host may claim anything."""
+    index, data, _, _, peer, _ = source
+    part = empty(with_tied(index, data, digest=1))
+    with pytest.raises(CheckpointCorruptError, match="damaged at 't'"):
+        peer.pull(SAVE, 0, PullRequest.of_lacking("a", part.lacking(), insists=False), part)
+    assert part.lacking() == [1, 2, 3, 4]
+
+
+def test_no_answer_overwrites_a_piece_that_is_here(source):
+    index, _, file, _, peer, _ = source
+    part = empty(index)
+    peer.pull(SAVE, 0, PullRequest.of_lacking("a", part.lacking(), insists=False), part)
+    file.view[100] ^= 1
+    with pytest.raises(StorageError, match="here already"):
+        peer.pull(SAVE, 0, PullRequest.of_lacking("a", [1], insists=False), part)
+    part.verify()
