@@ -351,15 +351,15 @@ def wrong(root: Path) -> list[str]:
 
     attempt(step=None if process.number else 1)
     attempt(step=-1 if process.number else 1)
-    own = manager._member
-    manager._member = replace(own, client=0)
+    own = manager._origin.member
+    manager._origin.member = replace(own, client=0)
     attempt()
-    manager._member = replace(own, attempt=own.attempt + process.number)
+    manager._origin.member = replace(own, attempt=own.attempt + process.number)
     attempt()
-    manager._member = None
+    manager._origin.member = None
     shutdown_multi_client()
     attempt()
-    manager._member = own
+    manager._origin.member = own
     attempt(state={**tree, "step": process.number})
     resized = manager.resize(tree, step=1, mesh=mesh_of_all(), options=OPTIONS)
     told.append(str(is_state(resized.tree, 1)))

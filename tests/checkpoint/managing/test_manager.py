@@ -165,7 +165,7 @@ def test_bad_options(tmp_path, bad):
 
 def test_a_checkpoint_that_is_being_restored_stays(tmp_path):
     manager = save_steps(tmp_path, [1], keep=1)
-    with manager._pin(1):
+    with manager._removal.pin(1):
         manager.save(2, state(2))
         manager.wait()
         assert manager.all_steps() == [1, 2]

@@ -11,6 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import dtckpt
 from dtckpt import CheckpointManager, Retention
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME
+from dtckpt.checkpoint.managing.removal import StepRemoval
 from dtckpt.checkpoint.saving import construction
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.fsspec_folder import FsspecFolder
@@ -246,6 +247,6 @@ def crash_at_change(patch, number):
         patch.setattr(owner, name, dying(getattr(owner, name)))
     for owner, name in ((LocalFolder, "write"), (commit_by_rename, "rename"), (Path, "rename"), (shutil, "rmtree")):
         patch.setattr(owner, name, dying(getattr(owner, name)))
-    tidy_up_whole = CheckpointManager._remove_old
-    patch.setattr(CheckpointManager, "_remove_old", tidy_up)
+    tidy_up_whole = StepRemoval.remove_old
+    patch.setattr(StepRemoval, "remove_old", tidy_up)
     return lambda: max(numbers) <= number
