@@ -127,7 +127,7 @@ def main() -> None:
     costs: dict[str, list[Cost]] = {name: [] for name in works}
     for number in range(arguments.rounds + 1):
         for name, work in works.items():
-            # Files go just before those that replace them, so that all saves find as many free pages ready.
+            # Old files are removed just before new files replace them, so that all saves find as many free pages ready.
             os.sync()
             dist.barrier()
             remove(folder / (f"plain-{dist.get_rank()}" if name == PLAIN else name))

@@ -94,7 +94,7 @@ class State:
 
 
 class Clock:
-    """Seconds of the slowest client, and processor seconds of all clients, by what is done and who does it."""
+    """Seconds of the slowest client, and processor seconds of all clients, by operation and system."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, dict[str, list[float]]] = {}
@@ -229,7 +229,7 @@ def open_orbax(folder: Path) -> Any:
 
 
 def save_all(clock: Clock, folder: Path, source: State, *, fsync: bool, with_safetensors: bool) -> None:
-    """Save with every system, each after what it has saved before was removed, so that all find the same pages free."""
+    """Save with every system, after its last checkpoint was removed, so that all find the same pages free."""
     label, ours = "save, fsync" if fsync else "save", source.ours
     options = dtckpt.SaveOptions(fsync=fsync)
     bare = dtckpt.SaveOptions(fsync=fsync, content_digest=False)

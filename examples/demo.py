@@ -30,7 +30,7 @@ VICTIM = 2
 LOST_AT, LAST = 13, 16
 """The step in which a host is lost, and the last step, of the training that saves in memory."""
 TOLERANCE = 1e-4
-"""Relative difference of losses: gradients of 2 clients are added in another order than those of 4."""
+"""Relative difference of losses: 2 clients add gradients in another order than 4 clients."""
 ERROR = r"dtckpt\.errors\.(.+)"
 """How the line begins in which Python says that an error of dtckpt ended a process."""
 MOMENT = "optimizer/exp_avg/head.weight"
@@ -58,7 +58,7 @@ def detail(text: str, style: str = "dim") -> None:
 
 
 def check(claim: str, holds: bool) -> None:
-    """Print a claim that holds; end the demo at one that does not."""
+    """Print a claim that holds; end the demo at a claim that does not."""
     if not holds:
         raise DemoError(f"this does not hold: {claim}")
     detail(f"✓ {claim}", "green")

@@ -275,7 +275,7 @@ def _facts(checkpoint: Checkpoint, tensors: Sequence[TensorInfo], meshes: Sequen
 def _groups(
     tensors: Sequence[TensorInfo], meshes: Sequence[Mesh], *, sort: str, each: bool
 ) -> list[NameGroup[TensorInfo]]:
-    """Return tensors in groups of those that are alike, in the order that the user wants."""
+    """Return groups of similar tensors, in the order that the user wants."""
     from dtckpt.cli.name_groups import NameGroup, group_names
 
     if each:

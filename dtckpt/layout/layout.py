@@ -33,7 +33,7 @@ _OPEN_SPECS = (MATCH, "any")
 
 
 class LayoutType(enum.Enum):
-    """Kinds of layouts. The numbers differ from those in protos."""
+    """Kinds of layouts. The numbers differ from the numbers in `protos`."""
 
     STATIC = 1
     SINGLE_DEVICE = 2
@@ -562,7 +562,7 @@ def _chunk(start: int, stop: int, count: int, index: int) -> tuple[int, int]:
 def _chunk_of(size: int, counts: Sequence[int], indices: Sequence[int]) -> tuple[int, int]:
     """Return start and stop of a chunk of chunks.
 
-    Splits ``range(size)`` into ``counts[0]`` chunks, the one at ``indices[0]`` into ``counts[1]`` chunks, and so on.
+    Splits ``range(size)`` into ``counts[0]`` chunks, the chunk at ``indices[0]`` into ``counts[1]`` chunks, and so on.
     """
     start, stop = 0, size
     for count, index in zip(counts, indices, strict=True):

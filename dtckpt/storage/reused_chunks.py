@@ -60,7 +60,7 @@ class StoredChunks:
             return None
         if isinstance(stored, bytes) or not least <= (stored.nbytes or 0) <= most:
             return None
-        # No save puts chunks elsewhere. A file of another name may be one that the new checkpoint writes itself.
+        # No save puts chunks elsewhere. The new checkpoint itself may write a file of another name.
         return stored if _DATA_FILE.fullmatch(stored.file) else None
 
     def is_mostly_used(self, file: str, nbytes: int) -> bool:

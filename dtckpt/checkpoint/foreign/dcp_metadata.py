@@ -15,8 +15,8 @@ have no path, so they are lost. Where a list lacks a position, `structure_of` pu
 
     ("model", "w")  ("steps", 0)  ("steps", 2)     ->    {"model": {"w": …}, "steps": [… , None, …]}
 
-Megatron-Core of before 0.16 adds a field, ``mcore_data``, and 0.15 a class of its own for it. Its distributed optimizer
-cuts a parameter into equal blocks, and flattens each; the field has the shape of the parameter::
+Megatron-Core of before 0.16 adds a field, ``mcore_data``, and 0.15 has a separate class for it. Its distributed
+optimizer cuts a parameter into equal blocks, and flattens each; the field has the shape of the parameter::
 
     stored: size (2, 1, 2, 24), chunk [1, 0, 1, 9:24]     ->    elements 9 to 24 of the block at (1, 0, 4) of (2, 6, 8)
 """
@@ -326,7 +326,7 @@ def _global(value: Any) -> str:
 
 
 MAX_GAP = 1 << 16
-"""Bound on the items that a list lacks, of those that its positions tell of."""
+"""Bound on the missing items of a list, by the positions of the other items."""
 
 
 def structure_of(nodes: Mapping[Path, trees.Node]) -> trees.Node:

@@ -40,7 +40,7 @@ class ModelFields:
     """The fields of a model file.
 
     Args:
-        module: The module's items, by name; None if the layers have files of their own.
+        module: The module's items, by name; None if each layer has a separate file.
         buffers: Names of the items that are no parameters.
         shapes: The shapes of the optimizer's parameters, by group and name.
         frozen_shapes: The shapes of the parameters that no optimizer has.

@@ -185,7 +185,7 @@ class _Join:
     """Joins the trees of the slices of a model.
 
     Args:
-        tree: Has the tensors; those of the first slice have the names of the whole.
+        tree: Has the tensors; the tensors of the first slice have the names of the whole.
         rules: How the slices make up the parameters.
         stages: The model files of the first slice.
     """

@@ -162,7 +162,7 @@ class _FsdpReader:
 
         def opened(name: str) -> TorchStream:
             nbytes = file_nbytes(self._folder, name)
-            # A piece has elements of its own in a vector, so the length of the file bounds the pieces.
+            # Pieces share no elements of a vector, so the length of the file bounds the pieces.
             self.budget.grow(nbytes)
             return open_stream(self._folder, name, 0, nbytes, budget=self.budget)
 

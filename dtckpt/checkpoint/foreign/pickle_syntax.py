@@ -196,7 +196,7 @@ class _Machine:
         self.data = data
         self.budget = budget
         self.made = 0
-        """Bytes that the last method made, without those of its opcode."""
+        """Bytes that the last method made, without the bytes of its opcode."""
         self.position = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []

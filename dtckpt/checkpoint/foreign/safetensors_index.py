@@ -98,7 +98,7 @@ class WeightIndex:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def unread(self, read: Collection[str] = ()) -> list[str]:
-        """Return the notes that do not follow from the tensors, but those with the keys ``read``."""
+        """Return the notes that do not follow from the tensors, without the notes whose keys are in ``read``."""
         return [f"{self.name}: metadata/{key}" for key in self.metadata if key not in _TOTALS and key not in read]
 
     def absent(self, where: str, known: Collection[str]) -> dict[str, DtckptError]:

@@ -157,7 +157,7 @@ def slice_key(name: bytes, extents: Sequence[Extent]) -> bytes:
 
 
 def _signed_code(number: int) -> bytes:
-    """Return a number in a form whose order as bytes is that of the numbers."""
+    """Return a number as bytes, in a form that sorts as the numbers do."""
     bits = (~number if number < 0 else number).bit_length()
     nbytes = bits // 7 + 1
     if nbytes == 1:

@@ -216,7 +216,7 @@ def _entries(data: bytes, start: int, where: str) -> Iterator[_Entry]:
         position = extra_start + lengths[1] + lengths[2]
         if signature != b"PK\1\2" or position > len(data):
             raise _malformed(where, "its directory is damaged")
-        # In this order, those that are too large for the entry stand in the extra field.
+        # The extra field has the numbers that are too large for the entry, in this order.
         nbytes, packed, header = _long_numbers((nbytes, packed, header), extra)
         yield _Entry(data[name_start:extra_start].decode(), flags, method, crc, crc_start, packed, nbytes, header)
 
@@ -252,7 +252,7 @@ def _directory_span(read: Read, nbytes: int, where: str) -> tuple[int, int]:
 
 
 def _long_numbers(numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
-    """Return the numbers of an entry; those that are too large for it are in the extra field."""
+    """Return the numbers of an entry; numbers that are too large for it are in the extra field."""
     if _FULL not in numbers:
         return numbers
     position = 0

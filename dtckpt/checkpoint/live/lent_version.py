@@ -41,7 +41,7 @@ class LentVersion:
 
     Raises:
         VersionLeasedError: At the exit: the readers that it names still read. The tensors may change all the same:
-            these readers get no further byte, and find those that changed by their digests.
+            these readers get no further byte, and find the changed bytes by their digests.
         CoordinatorUnavailableError: At the exit: the coordinator does not say who reads. As above.
     """
 

@@ -6,8 +6,9 @@
     background                    | digests | held: all parts are whole and known to the registry: readable
     next publish  | retired versions that no reader leases give their memory back | copy | ...
 
-The bytes stay here. The registry (`dtckpt.coordination.feeds`) knows which client has which part, who reads, and when
-memory may be freed. A version becomes readable with its last part, so a reader sees all of a version or nothing of it.
+The bytes stay here. The registry (`dtckpt.coordination.feeds`) knows which client has which part, which clients read,
+and when memory may be freed. A version becomes readable with its last part, so a reader sees all of a version or
+nothing of it.
 """
 
 from __future__ import annotations

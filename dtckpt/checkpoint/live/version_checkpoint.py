@@ -61,7 +61,7 @@ def open_version(
 
     Raises:
         SourceLostError: A part is nowhere to be had.
-        CheckpointCorruptError: An index is not the one that its client announced.
+        CheckpointCorruptError: An index differs from the index that its client announced.
     """
     save = save_of_lease(lease)
     title = title_of_version(lease.feed, lease.number, lease.step)

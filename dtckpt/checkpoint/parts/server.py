@@ -84,7 +84,7 @@ MIN_RATE = 64 << 10
 MAX_REFUSED = 1024
 """Refused copies that are remembered."""
 MAX_OPEN_PARTS = 4
-"""Parts that are kept open: those of a few versions, from one to the next of which readers ask for changes."""
+"""Parts that are kept open: the parts of a few versions, since readers ask what changed between two versions."""
 UNSPECIFIED = ("0.0.0.0", "::")  # noqa: S104  to refuse them
 AnswerPull = Callable[[SaveId, int, bytes], Sequence[bytes | memoryview]]
 
@@ -147,7 +147,7 @@ class PartServer:
         self.texts = self._server.texts = texts
 
     def open(self, token: str) -> None:
-        """Answer requests that show a token; those that came before wait for this."""
+        """Answer requests that show a token; earlier requests wait for this."""
         self._server.token = token
         self._server.is_open.set()
 

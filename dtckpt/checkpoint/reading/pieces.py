@@ -418,7 +418,7 @@ class RegionIndex:
         Regions that a plane separates need not be compared::
 
             |  a  | b | c |         the planes in one dim part a from {b, d} from {c, e},
-            |     | d | e |         and those in the other dim part b from d, c from e
+            |     | d | e |         and the planes in the other dim part b from d, c from e
         """
         if self._is_few:
             pairs = combinations(range(len(self._regions)), 2)
