@@ -46,7 +46,7 @@ Examples:
     show_default=True,
     help="Order of the tensors: layers.2 before layers.10, or the largest first.",
 )
-@click.option("--each", is_flag=True, help="A line for each tensor, also for those that are alike but for numbers.")
+@click.option("--each", is_flag=True, help="A line for each tensor, also for tensors that differ in numbers only.")
 @click.option("--chunks", "with_chunks", is_flag=True, help="List every chunk: region, key, digest, client.")
 @map_options
 @pager_option

@@ -25,7 +25,7 @@ States of a version:
   lost        Clients that have its bytes are lost. These clients may come back.
 
 \b
-{VARIABLES}  DTCKPT_COORDINATOR_TOKEN_FILE or _TOKEN: the job's feeds, and those that it may read.
+{VARIABLES}  DTCKPT_COORDINATOR_TOKEN_FILE or _TOKEN: the job's feeds, and other feeds that it may read.
 
 \b
 Examples:

@@ -147,7 +147,7 @@ def _describe(positions: Mapping[int, int], operation: str, are_steps: bool, oth
         told = _listed(odd, lambda position: f"is at its {_nth(position)} {operation}")
         text = f"{told}, the others at their {_nth(usual)}"
     if others_wait:
-        return f"{text}: those who are behind come to what the others have given up, and have to catch up"
+        return f"{text}: the clients behind meet operations that the others have given up, and must catch up"
     return f"{text}: a client skipped one, gave one up alone, or was restarted; nothing was done, and all are level now"
 
 

@@ -413,7 +413,7 @@ class ObjectStoreAttempt(CommitAttempt):
         try:
             register.collect(before=self.token, is_replaced=True, attempts=others.decisions)
         except Exception as error:  # this attempt is committed, whether the old ones can be removed or not
-            logger.warning("what was at %s before could not all be removed: %s", register.where, error)
+            logger.warning("the old checkpoint at %s could not be removed whole: %s", register.where, error)
 
     @override
     def is_taken_over(self) -> bool:

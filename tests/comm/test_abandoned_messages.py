@@ -37,7 +37,7 @@ def test_what_is_given_up_passes_for_no_message(ends):
     sent.abandon()
     memory.fill_(2)
     received = ends[1].recv(buffer, TAG)
-    with pytest.raises(RuntimeError, match="client 0 has given up what it was sending"):
+    with pytest.raises(RuntimeError, match="client 0 has given up its message"):
         received.wait()
     sent.wait()  # its end of the connection goes on
 

@@ -260,7 +260,7 @@ def test_what_was_offered_passes_for_no_message_when_the_connection_is_closed(co
     connection.engines[0].close()
     message.fill_(7)
     assert sent.error
-    with pytest.raises(RuntimeError, match="client 0 has given up what it was sending"):
+    with pytest.raises(RuntimeError, match="client 0 has given up its message"):
         connection.ends[1].recv(buffer_like(message), 1).wait()
 
 

@@ -19,7 +19,7 @@ from dtckpt.coordination.operation_ordinals import (
 )
 
 LEVEL = "a client skipped one, gave one up alone, or was restarted; nothing was done, and all are level now"
-BEHIND = "those who are behind come to what the others have given up, and have to catch up"
+BEHIND = "the clients behind meet operations that the others have given up, and must catch up"
 
 
 def numbers(*given: int, **options: bool | int) -> dict[int, Ordinal]:

@@ -10,7 +10,7 @@ A checkpoint is a folder that ``latest`` beside it names::
     expp_rank_{r}_mp_rank_00_optim_states.pt              the optimizer of one part of the experts, without ZeRO
     zero/{parameter}/{fp32,exp_avg,…}.pt                  a universal checkpoint: one small file for each tensor
 
-The tree is as training scripts have it: ``module``, ``optimizer``, and the client's items at the top. The parameters are
+The tree is as in training scripts: ``module``, ``optimizer``, and the client's items at the top. The parameters are
 the fp32 vectors where an optimizer has them. Slices of tensor parallelism are joined if the files tell how
 (`dtckpt.checkpoint.foreign.deepspeed_slices`); else they stay apart, below ``mp_00``, ``mp_01`` and so on.
 

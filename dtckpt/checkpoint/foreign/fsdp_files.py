@@ -79,7 +79,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
     if len(models) != 1:
         raise CheckpointNotFoundError(
             f"{folder} holds files of processes, and {len(models) or 'no'} sets of them with FSDP's shards: "
-            f"{capped(series)}; open one file by its path, or move each set to a folder of its own"
+            f"{capped(series)}; open one file by its path, or move each set to a separate folder"
         )
     template = None
     if TEMPLATE in names:

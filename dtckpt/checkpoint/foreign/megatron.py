@@ -69,7 +69,7 @@ def notes_of(tensors: Mapping[str, PieceTensor], structure: trees.Node) -> Itera
     if any(map(_BUCKET.fullmatch, tensors)):
         yield (
             "optimizer.distributed.*: flat buffers of Megatron's distributed optimizer (dp_reshardable); the files do "
-            "not tell which parameter lies where: --dist-ckpt-optim-fully-reshardable writes it by parameter"
+            "not tell the place of each parameter: --dist-ckpt-optim-fully-reshardable writes it by parameter"
         )
     vocabulary = next((node for path, node in trees.value_nodes(structure) if path == _VOCABULARY), {})
     padded = vocabulary.get("value")

@@ -74,7 +74,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
             "copy, or restore another checkpoint"
         )
     if not megatron.is_format(data, f"{folder}/{FORMAT_NAME}", BACKEND):
-        raise CheckpointVersionError(f"{folder}/{FORMAT_NAME} names no format, expected that of Megatron")
+        raise CheckpointVersionError(f"{folder}/{FORMAT_NAME} names no format, expected a format of Megatron")
     below = _below(folder, set(names))
     reader = _TensorFolders(folder)
     unread = [

@@ -328,7 +328,7 @@ class PieceFiles(CheckpointFiles):
             crc = update(self._read_bytes(file, start, min(start + BATCH_NBYTES, stop)), crc)
         if crc != checked.crc:
             raise MalformedError(
-                f"bytes {checked.start} to {stop} of {file} are not those that were saved: their CRC does not match"
+                f"bytes {checked.start} to {stop} of {file} differ from the saved bytes: their CRC does not match"
             )
 
     @override

@@ -288,7 +288,7 @@ def _content(record: Record, read: Read, where: str) -> bytes:
     if len(content) != record.nbytes:
         raise _malformed(where, f"record {record.name[:80]!r} is cut short")
     if record.crc and zlib.crc32(content) != record.crc:
-        raise _malformed(where, f"the bytes of record {record.name[:80]!r} are not those that were saved")
+        raise _malformed(where, f"the bytes of record {record.name[:80]!r} differ from the saved bytes")
     return content
 
 

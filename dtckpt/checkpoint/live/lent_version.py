@@ -76,7 +76,7 @@ def validate_lendable(state: State) -> None:
     names = [spec.name for spec in state.specs if any(map(_is_elsewhere, state.source.parts(spec.name)))]
     if names:
         raise ConfigError(
-            f"copy=False serves tensors where they lie, in host memory; tensors {capped(map(repr, names))} are on "
+            f"copy=False serves tensors from their own memory, on the host; tensors {capped(map(repr, names))} are on "
             "another device, or wait for their conjugation or negation: pass copy=True, or leave them out"
         )
 

@@ -332,7 +332,7 @@ class Publisher:
             raise ConfigError(f"feed {self.name!r}: copy=False makes no copy that could be cast; drop one of the two")
         if self._lent is not None:
             raise ConfigError(
-                f"feed {self.name!r}: the version of step {self._lent.step} lies in the training's tensors until its "
+                f"feed {self.name!r}: the version of step {self._lent.step} is in the training's tensors until its "
                 "context ends; use `with publisher.publish(..., copy=False):`, and publish behind it"
             )
         casts = Casts(cast) if cast else None

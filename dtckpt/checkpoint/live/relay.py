@@ -311,7 +311,9 @@ class _VersionPull:
                 elif index_digest(answer.index_file) == part.digest:
                     return answer.index_file
                 else:
-                    raise CheckpointCorruptError(f"host {peer.host}: the index of a part is not the one announced")
+                    raise CheckpointCorruptError(
+                        f"host {peer.host}: the index of a part differs from the announced index"
+                    )
         raise AssertionError("sources end with an error")
 
     def _fill(self, held: HeldPart, part: FeedSource, choice: SourceChoice, mark: int) -> None:

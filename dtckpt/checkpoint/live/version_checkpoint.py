@@ -111,7 +111,7 @@ def _open_part(
 def _read_index(holder: PartHolder, save: SaveId, part: FeedSource) -> PartIndex:
     file = holder.source.index_file(save, part.client)
     if index_digest(file) != part.digest:
-        raise CheckpointCorruptError(f"the index of client {part.client} is not the one that it announced")
+        raise CheckpointCorruptError(f"the index of client {part.client} differs from its announcement")
     index = PartIndex.from_bytes(file)
     if (index.save, index.client) != (save, part.client):
         raise CheckpointCorruptError(f"client {part.client} announced the index of another part")

@@ -144,7 +144,7 @@ def restore_newest_valid(
         tried.add(chosen)
         skipped[chosen.step] = reasons[0]
         if step is None or chosen.local or chosen.is_mirrored:
-            logger.error("%s cannot be restored, trying the one before: %s", chosen, reasons[0])
+            logger.error("%s cannot be restored, trying the step before it: %s", chosen, reasons[0])
     if step is not None and failure is not None:
         raise failure
     reasons = [f"; step {step}: {reason}" for step, reason in skipped.items()]

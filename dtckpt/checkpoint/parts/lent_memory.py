@@ -15,7 +15,7 @@ import numpy as np
 from dtckpt.checkpoint.reading.pieces import c_strides
 from dtckpt.checkpoint.saving.staging import ALIGNMENT
 
-ENDED = "the version lay in the memory of its publisher's training, which goes on; take a newer version"
+ENDED = "the version was in the memory of its publisher's training, which goes on; take a newer version"
 
 
 class LentMemory:

@@ -536,7 +536,7 @@ class _PartHandler(BaseHTTPRequestHandler):
     def _offer(self, nixl: NixlOffer, save: SaveId, client: int) -> None:
         part = self.server.open_part(save, client)
         if part.path is None:
-            raise _RefusedError(404, "the part lies in memory that is lent, which NIXL does not read")
+            raise _RefusedError(404, "the part is in lent memory, which NIXL does not read")
         self._answer([nixl.describe(save, client, part)])
 
     def _take_boxes(self, client: int) -> None:
@@ -574,7 +574,7 @@ class _PartHandler(BaseHTTPRequestHandler):
         try:
             part = self.server.open_part(base, index.client)
             if part.path is None:
-                raise _RefusedError(404, "the part lies in memory that is lent")
+                raise _RefusedError(404, "the part is in lent memory")
             yield _Held(part.memory.data, index.ranges_in(part.index))
         finally:
             unpin()

@@ -117,7 +117,7 @@ def test_a_late_reader_gets_nothing_more(jobs, region):
     train(tree)
     for name in ("a", "b"):
         with pytest.raises(
-            errors.SourceLostError, match="lay in the memory of its publisher's training, which goes on"
+            errors.SourceLostError, match="was in the memory of its publisher's training, which goes on"
         ):
             held[0].read(name, region)
     # Neither the reader nor its lease is in the way of what comes next.
@@ -196,7 +196,7 @@ def test_one_loan_at_a_time(jobs):
     publisher = jobs.publisher()
     with lend(publisher, 1) as first:
         for copy in (True, False):
-            with pytest.raises(errors.ConfigError, match="the version of step 1 lies in the training's tensors"):
+            with pytest.raises(errors.ConfigError, match="the version of step 1 is in the training's tensors"):
                 publisher.publish(weights(2), step=2, copy=copy)
     assert publisher.publish(weights(2), step=2, wait=True) is not None
     with lend(publisher, 3), first:
@@ -224,7 +224,7 @@ def test_what_cannot_be_lent(jobs, monkeypatch):
     with pytest.raises(errors.ConfigError, match="copy=False makes no copy that could be cast"):
         publisher.publish(weights(1), step=1, copy=False, cast={"*": torch.bfloat16})
     conjugate = torch.zeros(4, 4, dtype=torch.complex64).conj()
-    with pytest.raises(errors.ConfigError, match=r"copy=False serves tensors where they lie.* 'c'"):
+    with pytest.raises(errors.ConfigError, match=r"copy=False serves tensors from their own memory.* 'c'"):
         lend(publisher, 1, weights(1) | {"c": conjugate})
     # The publisher is as it was.
     with lend(publisher, 2):

@@ -407,7 +407,7 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path, caplog, damage):
     listed = [] if damage == "no manifest" else [3, 2]
     assert list(found.skipped) == listed
     assert all(text.startswith("client 0: ") for text in found.skipped.values())
-    assert all(f"step {step} cannot be restored, trying the one before" in caplog.text for step in listed)
+    assert all(f"step {step} cannot be restored, trying the step before it" in caplog.text for step in listed)
     with pytest.raises(errors.CheckpointError):
         manager.restore(3)
 

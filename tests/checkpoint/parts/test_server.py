@@ -363,7 +363,7 @@ def test_no_space_is_said_with_numbers(peer, folder):
 
 def test_a_text_that_is_another_one(server, peer):
     server.keep_texts({5: b"not of digest 5"})
-    with pytest.raises(CheckpointCorruptError, match="not the one that its client announced"):
+    with pytest.raises(CheckpointCorruptError, match="differs from its client's announcement"):
         peer.text(5)
 
 

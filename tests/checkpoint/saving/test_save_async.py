@@ -360,7 +360,7 @@ def test_a_process_that_exits_commits_its_save(tmp_path, how, code):
 @pytest.mark.share(3, of="processes that start PyTorch")
 def test_a_failure_that_nobody_looked_at_is_logged_at_exit(tmp_path):
     ended = run(f"exit_after_a_failure({str(tmp_path / 's')!r})")
-    assert "nobody asked for its result: no ink" in ended.stderr
+    assert "its result was never read: no ink" in ended.stderr
     assert list(tmp_path.iterdir()) == []
 
 
