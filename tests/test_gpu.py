@@ -33,7 +33,7 @@ def run(folder, **variables):
 
 
 def test_it_runs_all_files_with_tests_for_gpus():
-    """But those of helpers that the others import."""
+    """Without the helpers that the others import."""
     files = set(ROOT.glob("tests/**/test_*.py")) - {Path(__file__)}
     marked = {str(path.relative_to(ROOT)) for path in files if MARKS.search(path.read_text())}
     assert set(re.findall(r"tests/\S+\.py", SCRIPT.read_text())) == marked

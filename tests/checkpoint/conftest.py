@@ -11,7 +11,7 @@ from dtckpt.checkpoint.saving import save_handle
 
 @pytest.fixture(scope="session")
 def coordinator(tmp_path_factory):
-    """Address of a coordinator that runs as a process of its own."""
+    """Address of a coordinator that runs as a separate process."""
     folder = tmp_path_factory.mktemp("coordinator")
     file, log = folder / "port", folder / "log"
     arguments = ["serve", "--insecure", "--port", "0", "--port-file", str(file), "--heartbeat-timeout-s", "2"]

@@ -1,4 +1,4 @@
-"""Every kind of bad input gets an error class of its own and a message that says what was got and expected."""
+"""Every kind of bad input gets a separate error class, and a message with the value and the expected value."""
 
 import json
 import os

@@ -53,7 +53,7 @@ COMMAND = [sys.executable, "-W", "error", "-m", "dtckpt.cli.main"]
 
 
 def run_process(*args, program=("-m", "dtckpt.cli.main"), **options):
-    """Run the command as a process of its own, where any warning is an error."""
+    """Run the command as a new process, where any warning is an error."""
     command = [sys.executable, "-W", "error", *program, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
     return Result(done.returncode, done.stdout, done.stderr)

@@ -274,7 +274,7 @@ def start(source, target, index, *options):
 
 
 def run_worker(index, args):
-    """In a process of its own: run the command as a pod of a Job does."""
+    """In a new process: run the command as a pod of a Job does."""
     os.environ["JOB_COMPLETION_INDEX"] = str(index)
     with contextlib.redirect_stdout(io.StringIO()):
         sys.exit(main(args))

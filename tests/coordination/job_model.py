@@ -2,8 +2,8 @@
 
 The coordinator's rules (`dtckpt_server.rules`) and the clients' comparison of ordinals
 (`dtckpt.coordination.operation_ordinals`) are the real ones. The network, time, and the few lines of a client between
-them (`GrpcCoordination.barrier`, `Collective`, the save protocol) are modelled. Each client writes rows of its own
-step, so a commit that joins two operations is seen at once.
+them (`GrpcCoordination.barrier`, `Collective`, the save protocol) are modelled. Each client writes its step number into
+its rows, so a commit that joins two operations is seen at once.
 
 Everything happens in one thread, in an order that one seed gives.
 """

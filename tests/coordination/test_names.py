@@ -32,7 +32,7 @@ def clients_at(port, num_clients, job, job_name="", first_incarnation=1):
 
 
 def ask_for_tasks(environment, connection):
-    """In a process of its own: join the job, and send what this client knows of it."""
+    """In a new process: join the job, and send the facts that this client knows about it."""
     os.environ.update(environment)
     dtckpt.initialize_multi_client()
     current_coordination().barrier("everyone is there", timeout_s=60)

@@ -71,7 +71,7 @@ def differing(ours: Sequence[Any], plain: Sequence[Any], what: str) -> list[str]
 
 
 def faults_of_norms(foreach: bool | None) -> list[str]:
-    """Return how norms and clipped gradients differ from those of plain parameters."""
+    """Return how norms and clipped gradients differ from the same on plain parameters."""
     faults = []
     for name, placed in places().items():
         for order in ORDERS:
@@ -110,7 +110,7 @@ def texts_of_infinite_norms() -> list[str]:
 
 
 def faults_of_lbfgs(line_search: str | None) -> list[str]:
-    """Return how losses and parameters after steps of LBFGS differ from those of plain parameters."""
+    """Return how losses and parameters after steps of LBFGS differ from the same on plain parameters."""
     faults = []
     for name, placed in places().items():
         both = parameters(placed)

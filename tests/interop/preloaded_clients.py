@@ -1,4 +1,4 @@
-"""Client processes that share imports of their own: the server of all tests does not need the large frameworks.
+"""Client processes that share more imports: the server of all tests does not need the large frameworks.
 
 ::
 

@@ -44,7 +44,7 @@ def weights_of(step):
 
 
 class Engine:
-    """Loads weights as engines do: by name, into parameters of its own."""
+    """Loads weights as engines do: by name, into its parameters."""
 
     def __init__(self):
         self.calls, self.weights = [], {name: torch.zeros_like(each) for name, each in weights_of(0).items()}

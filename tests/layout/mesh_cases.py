@@ -179,7 +179,7 @@ def pytorch_meshes_are_accepted():
     from dtckpt import DTensor, Replicate, Shard, run_on
     from dtckpt.dtensor import distribute_module, distribute_tensor, full, ones, rand
 
-    # Names of its own: layouts that were kept in an earlier case would bring that case's mesh.
+    # New names: layouts that were kept in an earlier case would bring that case's mesh.
     theirs = init_torch_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     ours, rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns")), [Shard(0), Replicate()]
     meshes = []

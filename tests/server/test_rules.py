@@ -1,4 +1,4 @@
-"""The coordinator's rules, without gRPC and with a clock of our own."""
+"""The coordinator's rules, without gRPC and with a clock that the test sets."""
 
 import itertools
 import tracemalloc

@@ -207,7 +207,7 @@ def test_nothing_shows_before_the_commit(target):
 def test_the_newest_attempt_owns_the_target(target):
     build(target, "1").commit(overwrite=False)
     older, newer = build(target, "2"), build(target, "3")
-    if not is_object_store(older):  # there it lives until the newer one is about to be committed
+    if not is_object_store(older):  # there the older attempt lives until the newer commits
         with pytest.raises(StorageError, match="another attempt"):
             older.commit(overwrite=True)
         assert content(target) == "1"

@@ -7,8 +7,8 @@
       |-- fork --> worker 1
       '-- hands out the batches; shows, counts and keeps the reports, as if it had run the tests
 
-Workers of their own interpreters (those of xdist) import and collect the same each: ten seconds of the processor. This
-process must not have threads when it forks, and uses nothing but what it imports until then.
+Workers with separate interpreters, as in xdist, would each import and collect the same: ten seconds of the processor.
+This process must not have threads when it forks, and uses nothing but what it imports until then.
 """
 
 from __future__ import annotations

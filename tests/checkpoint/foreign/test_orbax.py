@@ -156,7 +156,7 @@ def test_written_by_orbax_now(is_zarr3, has_database, tmp_path):
 
 
 def test_several_processes(tmp_path):
-    """Each process has a database of its own, and the merged one refers to their files."""
+    """Each process has a separate database, and the merged database refers to their files."""
     root = tmp_path / "new"
     shutil.copytree(ORBAX / "v0_ocdbt_zarr2_mesh2x2", root)
     for process in (0, 1):

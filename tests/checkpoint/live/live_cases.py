@@ -44,7 +44,7 @@ def sharded(whole: dict[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor]
 
 
 def differs(target: dict[str, torch.Tensor], step: int, dim: int) -> list[str]:
-    """Return the names of tensors that are not those of a step."""
+    """Return the names of tensors that differ from the tensors of a step."""
     expected = sharded(values(step), dim)
     return [
         name

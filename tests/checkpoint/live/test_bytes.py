@@ -1,6 +1,6 @@
 """The bytes of live versions: verified where they arrive, not sent if they are held, sent as changes where few differ.
 
-Numbers are those of the situations in which other systems served wrong weights.
+The numbers are of situations in which other systems served wrong weights.
 """
 
 import contextlib

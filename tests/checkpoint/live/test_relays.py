@@ -1,4 +1,4 @@
-"""Readers that serve versions on, each on a host of its own: processes with a coordinator."""
+"""Readers that serve versions on, each on another host: processes with a coordinator."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack

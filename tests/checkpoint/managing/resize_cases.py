@@ -49,7 +49,7 @@ class Process:
         if self.number not in members:
             return False
         os.environ.update(RANK=str(members.index(self.number)), WORLD_SIZE=str(len(members)))
-        # A place of its own for each world: processes of the next one may be waiting already.
+        # A separate place for each world: processes of the next world may be waiting already.
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
         own = PrefixStore(f"{os.environ['TORCHELASTIC_RUN_ID']}/{self.num_worlds}", store)
         make_default_group(own, 0, Config.from_environ(), "gloo", timeout=WAIT)

@@ -254,7 +254,7 @@ PATHS = [
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_copy_for_another_place(server, folder, peer, path):
-    """Situation 30: a name that leads out of the directory, or is not that of the part."""
+    """Situation 30: a name that leads out of the directory, or names another part."""
     assert request(server, "PUT", path, body_of(index_of())) in (0, 400, 404, 409)
     assert files_in(folder) == ["job.json", "spare"]
     peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)

@@ -53,7 +53,7 @@ def read_with_orbax(path, names):
     import numpy as np
     import orbax.checkpoint as ocp
 
-    wanted = {name: jax.ShapeDtypeStruct((), np.float32) for name in names}  # shapes and dtypes are those of storage
+    wanted = {name: jax.ShapeDtypeStruct((), np.float32) for name in names}  # shapes and dtypes come from storage
     how = ocp.args.PyTreeRestore(
         wanted, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
     )

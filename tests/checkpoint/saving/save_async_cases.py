@@ -161,7 +161,7 @@ def fail_to_stage(path: str, victim: int) -> None:
         staging._copy = copy
 
 
-# --- in a process of its own ---------------------------------------------------------------------------------------
+# --- in a separate process -----------------------------------------------------------------------------------------
 
 
 def exit_amid_a_save(path: str, how: str) -> None:
@@ -247,7 +247,7 @@ def restore_different_steps(root: str) -> None:
 
 
 def manage_by_time(root: str) -> list[int]:
-    """Client 0's clock decides; that of the others stands still."""
+    """Client 0's clock decides; the other clients' clocks stand still."""
     now = [0.0]
     manager = dtckpt.CheckpointManager(root, save_interval_s=10, clock=lambda: now[0])
     for step in range(6):

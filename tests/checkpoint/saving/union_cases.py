@@ -191,7 +191,7 @@ def save_raw_states(path: str, axes: Mapping[str, int]) -> None:
 
 
 def restore_raw_states(path: str, axes: Mapping[str, int]) -> list[str]:
-    """Restore the states into those of a fresh optimizer, and make a step; return what is wrong."""
+    """Restore the states into a fresh optimizer, and make a step; return what is wrong."""
     tree, optimizer = raw_states(axes, with_state=False)
     fill(tree, 0.0)
     dtckpt.restore(path, tree, options=RestoreOptions(timeout_s=20))

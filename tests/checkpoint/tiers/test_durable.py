@@ -300,7 +300,7 @@ def test_a_status_that_cannot_be_written(tmp_path, monkeypatch, caplog):
 
 
 def test_going_back(tmp_path):
-    """The newest step is that of the run that saved last, whatever the numbers of the steps."""
+    """The newest step belongs to the run that saved last, whatever the numbers of the steps."""
     with manager(tmp_path, tier={"keep": 10}) as manager_:
         for step in range(1, 10):
             manager_.save(step, state(step))

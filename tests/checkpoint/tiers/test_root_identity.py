@@ -34,7 +34,7 @@ def restored(folder, root):
 
 
 def test_a_copy_that_takes_the_place_of_the_original(tmp_path):
-    """The memory of the hosts has newer steps of the original, which are not those of the copy."""
+    """The memory of the hosts has newer steps of the original root, which the copy of the root lacks."""
     save(tmp_path, "run", "original", range(3))
     shutil.copytree(tmp_path / "run", tmp_path / "fork")
     save(tmp_path, "fork", "fork", range(100, 103))

@@ -279,7 +279,7 @@ def test_the_status_says_which_step_is_held(tmp_path):
 
 
 def test_descriptions_of_earlier_steps_are_not_kept(tmp_path):
-    """Each step has a description of its own, because its plain values differ."""
+    """Each step has another description, because its plain values differ."""
     local = LocalTier(path=tmp_path / "tier", every_steps=1)
     with CheckpointManager(tmp_path / "root", local=local, save_interval_steps=1000) as manager:
         counts = []
@@ -290,7 +290,7 @@ def test_descriptions_of_earlier_steps_are_not_kept(tmp_path):
 
 
 def test_training_goes_on_while_the_tier_copies(tmp_path):
-    """The saved values are those of the call, whatever is written to the tensors right after it."""
+    """The saved values are the values at the call, whatever is written to the tensors right after it."""
     weight = torch.zeros(1 << 20)
     local = LocalTier(path=tmp_path / "tier", every_steps=1, keep=1)
     with CheckpointManager(tmp_path / "root", local=local, save_interval_steps=1000) as manager:

@@ -83,7 +83,7 @@ def check(pair: Pair) -> None:
 
 
 def steps_of(tensor: torch.Tensor) -> list[int | None]:
-    """Return a tensor's strides; those of dims of size 1 lead nowhere."""
+    """Return a tensor's strides; strides of dims of size 1 do not count."""
     return [step if size > 1 else None for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
 
 

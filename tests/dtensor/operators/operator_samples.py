@@ -116,7 +116,7 @@ def _samples(op: Any) -> Iterator[Sample]:
             tensors = sample.tensors
             is_dense = all(tensor.layout is torch.strided and not tensor.is_quantized for tensor in tensors)
             if tensors and is_dense and sum(tensor.numel() for tensor in tensors) <= MAX_ELEMENTS:
-                # A DTensor has no strides to speak of: what reads strides must see those of a contiguous tensor.
+                # A DTensor has no strides: an operator that reads strides must see the strides of a contiguous tensor.
                 yield Sample(sample.with_tensors(_contiguous), sample.finish)
 
 
