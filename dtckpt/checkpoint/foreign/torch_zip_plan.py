@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtckpt.checkpoint.foreign.pickled_tensors import STORAGES
+from dtckpt.checkpoint.foreign.pickle_names import STORAGES
 from dtckpt.checkpoint.reading.pieces import c_strides
 from dtckpt.errors import TreeError
 from dtckpt.format import tree as trees
