@@ -40,7 +40,7 @@ def test_it_runs_all_files_with_tests_for_gpus():
 
 
 def closure(names):
-    """Return distributions and all that they require, of those that are installed."""
+    """Return installed distributions and their installed requirements."""
     found, left = set(), list(names)
     while left:
         if (name := canonicalize_name(left.pop())) not in found:

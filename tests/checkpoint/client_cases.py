@@ -224,7 +224,7 @@ class _DieOnceArrived(FaultyCoordination):
         wait_until(has_arrived, within_s=WAIT_S)
         scratch = self._pid_file.with_suffix(".part")
         scratch.write_text(str(os.getpid()))
-        scratch.rename(self._pid_file)  # who waits for it must not find it empty
+        scratch.rename(self._pid_file)  # a client that waits for it must not find it empty
         _die()
 
 

@@ -241,7 +241,7 @@ def test_memory_stays_within_the_bound(tmp_path, kvstore, record_property):
     print(f"peak above the baseline: {peak / 2**20:.0f} MiB")
     record_property("peak_nbytes", peak)
     # Beside the bound: the stored chunk (16 MiB) that is mapped while it is copied, which is page cache but counts
-    # as resident; one that the reader still refers to while it starts the next; threads, code pages and heap.
+    # as resident; a chunk that the reader still refers to while it starts the next; threads, code pages and heap.
     assert peak < (32 + 16 + 16 + 8) << 20
     with dtckpt.open_checkpoint(tmp_path / "new") as new:
         assert torch.equal(new.read("w"), whole)

@@ -182,7 +182,7 @@ def test_chunks_that_a_power_loss_left_incomplete_are_written_again(tmp_path, kv
 
 
 def test_workers_that_differ_do_not_mix(source, tmp_path, tensors):
-    """Another format is another checkpoint: no part of the one is taken for a part of the other."""
+    """Another format is another checkpoint: no part of one checkpoint is taken for a part of the other."""
     target = tmp_path / "new"
     for index in (0, 1):
         work(source, target, index)

@@ -267,8 +267,8 @@ def run(native: str | None, members: Sequence[int] | None = None) -> dict[str, t
     """Run all checks with one implementation over some clients; return what is wrong, and the bits of all results.
 
     Args:
-        native: Device type of `NativeCollectives`; None for `PairwiseCollectives`, "gloo" for those without same-host
-            transport.
+        native: Device type of `NativeCollectives`; None for `PairwiseCollectives`, "gloo" for `PairwiseCollectives`
+            without same-host transport.
         members: The clients that take part; default all.
     """
     client = dtckpt.client_id()

@@ -65,7 +65,7 @@ def test_a_message_arrives_whole(connection, nbytes, is_posted):
     assert not sent.is_done
     if received is None:
         marker = connection.ends[0].send(message[:1], 6, is_answered=True)
-        connection.ends[1].recv(buffer_like(message[:1]), 6).wait()  # so the one before it has come, too
+        connection.ends[1].recv(buffer_like(message[:1]), 6).wait()  # so the message before it has come, too
         assert marker.is_done
         received = connection.ends[1].recv(buffer, 5)
     received.wait()

@@ -60,7 +60,7 @@ class Job:
     Args:
         num_clients: How many there are.
         num_steps: Steps; each is saved.
-        is_lockstep: Whether a step begins when all clients have ended the one before, as if steps had collectives.
+        is_lockstep: Whether a step begins when all clients have ended the step before it, as if steps had collectives.
         gives_step: Whether saves get their step.
         faults: What goes wrong.
         step_s: About how long a step takes.

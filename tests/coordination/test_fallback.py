@@ -243,7 +243,7 @@ def saving(path):
 
 @pytest.mark.processes
 def test_saves_go_on_when_the_coordinator_is_gone_for_good(tmp_path):
-    """Also the one that is under way."""
+    """Also the call that is under way."""
     with saving(tmp_path / "first") as (server, _, crew):
         server.kill()
         crew.release(LATE)

@@ -140,7 +140,7 @@ def test_number_of_clients_must_agree(port):
 
 
 def test_slow_handshake_comes_to_its_end(port):
-    """The first connection is the one that is used, however long the coordinator takes to answer there."""
+    """The client uses the first connection, however long the coordinator takes to answer there."""
     with proxy(port) as network:
         network.flowing.clear()
         member = Member("slow", 0, 1, 1)

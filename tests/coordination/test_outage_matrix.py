@@ -41,7 +41,7 @@ class Scene:
 
     @property
     def is_last(self):
-        """Whether nothing is left to do for those who are not halted."""
+        """Whether all clients that are not halted have ended."""
         return self.moment == "after" and self.barrier == BARRIERS[-1]
 
     @property

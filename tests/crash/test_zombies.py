@@ -158,7 +158,8 @@ def test_saves_under_random_kills(nursery, tmp_path):
 
 
 def killed_saves(nursery, folder, seed):
-    """Save again and again, while clients are killed: nothing is lost, and who was killed is named; return how many."""
+    """Save again and again, while clients are killed: nothing is lost, and errors name the killed clients; return how
+    many."""
     draw, path, current, num_killed = random.Random(seed), str(folder / "s"), None, 0
     for number in range(SAVES):
         options = {"kvstore": draw.choice(["ocdbt", "zarr"]), "chunk_nbytes": 1 << 15}

@@ -58,7 +58,7 @@ def parameters(placed: Placed) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 def differing(ours: Sequence[Any], plain: Sequence[Any], what: str) -> list[str]:
-    """Return a line if tensors differ; each client looks at those that it has a part of."""
+    """Return a line if tensors differ; each client looks at tensors that it has a part of."""
     for one, other in zip(ours, plain, strict=True):
         if isinstance(one, DTensor):
             whole = one.detach().full_tensor()

@@ -1,4 +1,4 @@
-"""The names that `dtckpt.dtensor` shows are those that it promises, and `docs/names.md` says how they differ."""
+"""`dtckpt.dtensor` shows the names that it promises, and docs/names.md says how they differ."""
 
 import importlib
 from pathlib import Path

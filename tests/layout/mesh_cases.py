@@ -37,7 +37,7 @@ def error_of(call):
 
 
 def members_with_different_numbers_of_groups():
-    """Client 0 makes three groups before the one with client 3, which has tensors none."""
+    """Client 0 makes three groups before the group with client 3, which has no tensors."""
     sums = []
     for members in ([0, 1], [0, 2], [0, 1, 2], [3, 0]):
         if dist.get_rank() in members:

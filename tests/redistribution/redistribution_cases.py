@@ -109,7 +109,7 @@ def check_one_process(seed: int, make_mesh: MeshMaker = abstract_mesh) -> None:
 
 
 def check_gradient(seed: int, clients: int = 1, devices: int = 1) -> None:
-    """Send the gradient of a random change of layout back: it is the one given, in the source's layout."""
+    """Send the gradient of a random change of layout back: it equals the given gradient, in the source's layout."""
     rng = random.Random(seed)
     if clients > 1:
         meshes = [_mesh(rng, clients, devices, dtckpt.client_id()) for _ in range(2)]

@@ -197,7 +197,7 @@ class Simulation:
             self._reports[who] = report
 
     def _right_round(self, event: Arrive, barrier: Barrier, *, was_decided: bool) -> None:
-        """Check that a call has joined the round that it belongs to, or is late for the one that it is told."""
+        """Check that a call has joined the round that it belongs to, or is late for the round that it is told."""
         who, barrier_id = event.who, barrier.barrier_id
         joined = self._joined.setdefault((who, event.call), barrier_id)
         if joined != barrier_id:

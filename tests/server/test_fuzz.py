@@ -109,7 +109,7 @@ def stream_of(channel, requests):
 
     def sent():
         yield from (*requests, beat(2**63))
-        is_over.wait(5.0)  # who closes a stream at once hears nothing of arrivals
+        is_over.wait(5.0)  # a client that closes a stream at once hears nothing of arrivals
 
     answers = []
     call = channel.stream_stream(f"/{SERVICE.full_name}/HeartbeatStream")(sent(), timeout=5.0)

@@ -1,4 +1,4 @@
-"""Certificates and tokens: who gets in, who does not, and what they are told."""
+"""Certificates and tokens: which clients get in, which do not, and their errors."""
 
 import hashlib
 import os

@@ -126,7 +126,7 @@ def test_a_save_that_fails_leaves_what_was_there(path, save, monkeypatch, step):
 
 @pytest.mark.share(1)
 def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
-    """A client's database that is missing would pass for one that holds nothing."""
+    """A client's missing database would pass for an empty database."""
     merge = merging.merge
 
     def lose(kind, root, last_written, *shared):
@@ -219,7 +219,7 @@ def test_the_newest_attempt_owns_the_target(target):
 
 
 def test_a_late_attempt_commits_nothing(target):
-    """One that was given up goes on writing, also after its successor is done."""
+    """An attempt that was given up goes on writing, also after its successor is done."""
     older, newer = target.begin("1"), build(target, "2")
     newer.commit(overwrite=False)
     if is_object_store(older):  # on a file system the directory is gone

@@ -235,7 +235,7 @@ def test_what_storage_says_in_our_words(raised, error):
 
 @contextmanager
 def kept_open(staging):
-    """Hold a directory open, as `DirectoryAttempt` does: else one that is made anew may get the same inode."""
+    """Hold a directory open, as `DirectoryAttempt` does: else a new directory may get the same inode."""
     descriptor = os.open(staging.path, os.O_RDONLY | os.O_DIRECTORY)
     yield
     os.close(descriptor)

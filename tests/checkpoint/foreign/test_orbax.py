@@ -60,7 +60,7 @@ def test_values_and_containers():
 
 
 def test_items_of_a_folder():
-    """Items are keys, but one that nobody named is the tree itself."""
+    """Items are keys, but an item without a given name is the tree itself."""
     managed = dtckpt.restore(ORBAX / "v0_manager" / "3")
     assert managed["extra"] == {"epoch": 2, "names": ["x"]}
     assert managed["state"]["opt_state"][0]["count"].item() == 7

@@ -71,7 +71,7 @@ def await_note(folder: Path, name: str) -> None:
 
 
 def publish_steps(folder: Path, steps: Sequence[int], **options: Any) -> list[int]:
-    """Publish steps, each when a reader has the one before; return how many versions were in memory each time."""
+    """Publish steps, each when a reader has the step before it; return the number of versions in memory each time."""
     held = []
     with Publisher(FEED, folder=folder / "memory", **options) as publisher:
         for step in steps:

@@ -1,4 +1,4 @@
-"""Random histories of jobs that publish and read: what their clients do, and who is killed when.
+"""Random histories of jobs that publish and read: the clients' operations, and the times at which clients are killed.
 
 Each client writes what it sees to a file, a line at a time, so that the words of a killed client stay.
 """

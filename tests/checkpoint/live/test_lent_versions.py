@@ -314,7 +314,8 @@ def test_a_source_that_ends_amid_an_answer(jobs, monkeypatch):
 
 @pytest.mark.processes
 def test_the_coordinator_goes_amid_a_loan(tmp_path):
-    """Who reads is not known then. Training goes on, and a coordinator that comes back offers the version to nobody."""
+    """The coordinator does not know the readers then. Training goes on, and a coordinator that comes back offers the
+    version to nobody."""
     coordinator = ServerProcess(heartbeat_timeout_s=2.0)
     jobs = Jobs(coordinator.port, tmp_path, heartbeat_timeout_s=2.0)
     try:

@@ -243,7 +243,7 @@ def sharded_by_torch(root: Path) -> Any:
 
 
 def values_of_clients(root: Path) -> Any:
-    """Each client keeps its random state; a function makes the rest of those that are left."""
+    """Each client keeps its random state; a function makes the rest from the remaining clients' states."""
     process = Process()
 
     def at_all(values: Any, _: int, __: int) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def run_at(root, *, back_to=None, saves=(), **options):
 
 
 def view(root):
-    """What another process sees: the steps of the run, those that were abandoned; and it restores the newest."""
+    """Another process sees the steps of the run and the abandoned steps, and restores the newest step."""
     manager = CheckpointManager(root)
     steps = manager.all_steps()
     found = manager.restore()
@@ -95,7 +95,7 @@ def test_looking_at_an_old_step_changes_nothing(root):
 
 
 def test_a_run_that_goes_back_in_one_life(root):
-    """The steps that it comes by again are due again, also the one that it saved last."""
+    """The steps that it comes by again are due again, also the last saved step."""
     manager = CheckpointManager(root, options=ON_OBJECTS, save_interval_steps=10)
     for step in (10, 20, 30):
         assert manager.save(step, state(step)) is not None

@@ -1,4 +1,4 @@
-"""Which files of a host's folder a process may remove: those that no live process has filled."""
+"""A process may remove files of a host's folder that no live process has filled."""
 
 import subprocess
 import sys

@@ -112,7 +112,7 @@ def test_a_copy_again(peer, folder):
     assert bytes(folder.open_data(SAVE, 1)[: len(DATA)]) == bytes(DATA)
 
 
-# A part with a large piece that does not change and a small one that does, the other way round in the second save.
+# A part with a large piece that stays and a small piece that changes; in the second save the other way round.
 LARGE, LARGE_NBYTES = torch.arange(1 << 15, dtype=torch.float32).numpy(), 128 << 10
 NEWER = replace(SAVE, number=8, token="1a1b2c3d")
 

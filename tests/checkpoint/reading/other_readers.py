@@ -64,7 +64,7 @@ def read_with_orbax(path, names):
 def main(reader, path, *names):
     sys.meta_path.insert(0, Refusal())
     warnings.simplefilter("error")
-    # The one file at the top of a checkpoint of kind zarr that is no part of the hierarchy.
+    # The only file at the top of a checkpoint of kind zarr that is no part of the hierarchy.
     warnings.filterwarnings("ignore", "Object at dtckpt.manifest is not recognized")
     arrays = globals()[f"read_with_{reader}"](path, names)
     found = {name: (str(array.dtype), array.shape, array.tobytes().hex()) for name, array in arrays}

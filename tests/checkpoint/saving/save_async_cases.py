@@ -270,7 +270,8 @@ def go_on_after_failures(root: str, victim: int, error: str) -> tuple[list[bool]
     with dtckpt.CheckpointManager(root, on_failure="warn") as manager:
         for step in range(3):
             if step == 1 and dtckpt.client_id() == victim:
-                # If only the victim counted the failure, it would stop at another step than the others, who would hang.
+                # If only the victim counted the failure, it would stop at another step than the others, and they would
+                # hang.
                 TensorStoreWriter.commit = fail  # type: ignore[method-assign]
             try:
                 began.append(manager.save(step, tree_on(mesh, SMALL, str(step))) is not None)

@@ -168,7 +168,7 @@ def restore_stage(path: str, layers: int, axes: Mapping[str, int], step: int) ->
     """Restore this client's stage of a model; return what is wrong."""
     target = {**stage_state(layers, axes), "step": -1}
     fill(target, 0.0)
-    # Without a mesh nothing tells who else restores.
+    # Without a mesh nothing tells which other clients restore.
     group = dist.group.WORLD if set(axes) == {"pp"} else None
     dtckpt.restore(path, target, options=RestoreOptions(timeout_s=20), group=group)
     rates = {value for key, value in target["optimizer"].items() if key.endswith(".lr")}

@@ -1,4 +1,4 @@
-"""The bytes of a simulation are those that real processes count."""
+"""A simulation has the same bytes as real processes count."""
 
 import json
 from dataclasses import dataclass

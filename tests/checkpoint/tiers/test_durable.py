@@ -273,7 +273,7 @@ def test_a_full_tier_while_a_write_is_under_way(tmp_path, storage):
 
 
 def test_a_status_that_is_slow(tmp_path, monkeypatch):
-    """It is for people; no save waits for it, and of those that wait only the newest is written."""
+    """The file is for people; no save waits for it, and only the newest waiting status is written."""
     may_write, asked, real = threading.Event(), [], tier_saves.write_status
 
     def write_status(folder, session, begun):

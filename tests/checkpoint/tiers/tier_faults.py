@@ -377,5 +377,5 @@ def save_and_leave(folder: str) -> None:
         manager = CheckpointManager(f"{folder}/root", local=local, save_interval_steps=4)
         for step in (1, 2, 3):
             manager.save(step, {"weight": torch.full((100,), float(step)), "step": step})
-        # What `threading` does at the end of a process, which one that was forked leaves out.
+        # The step of threading at the end of a process, which a forked process leaves out.
         save_handle._wait_at_exit()

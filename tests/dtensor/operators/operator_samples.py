@@ -63,7 +63,7 @@ class Sample:
     """One call of an operator: its arguments, as plain tensors."""
 
     arguments: tuple[Any, tuple[Any, ...], dict[str, Any]]
-    """The first argument, the other ones, those with names."""
+    """The first argument, the other arguments, keyword arguments."""
     finish: Callable[[Any], Any] = field(repr=False)
     """Makes of the results what has one gradient only, where the results themselves are free in sign or phase."""
 

@@ -299,7 +299,7 @@ def checkpointed() -> Any:
 
 
 def trained() -> Any:
-    """Steps of an optimizer, with a tied weight and a parallel loss, are those on one device."""
+    """Steps of an optimizer, with a tied weight and a parallel loss, are as on one device."""
     plan = transformer_plan(dtensor, is_sequence=True, is_loss_parallel=True)
     model = parallelize_module(made(lambda: Transformer(is_tied=True)), line(dtensor), plan)
     plain = made(lambda: Transformer(is_tied=True))
