@@ -137,7 +137,7 @@ class Beats:
 
 
 async def heartbeats(num_clients: int, interval_s: float, seconds: float, *, streams: bool) -> list[str]:
-    """Let everyone beat, evenly spread; return a table's row.
+    """Let all clients send heartbeats, evenly spread; return a table's row.
 
     Counted is what follows one interval after all have begun: to open 10 000 streams within one interval takes more
     than two cores have, and a separate column shows how long that takes.

@@ -64,7 +64,7 @@ class Cost:
 def cost_of(work: Callable[[], object]) -> Cost:
     """Do a work on all clients; return its cost."""
     gc.collect()
-    os.sync()  # or what somebody else left to be written would be waited for
+    os.sync()  # or the save would wait for writes of others
     dist.barrier()
     before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     work()

@@ -205,7 +205,7 @@ def _state_of(pid: int) -> str:
 
 
 class _DieOnceArrived(FaultyCoordination):
-    """Dies as soon as its arrival at a barrier is stored, while somebody else keeps the barrier open."""
+    """Dies as soon as its arrival at a barrier is stored, while another client keeps the barrier open."""
 
     def __init__(self, inner: Any, at: str, pid_file: Path) -> None:
         super().__init__(inner)

@@ -41,7 +41,7 @@ def meeting(request):
 
 @pytest.fixture(autouse=True)
 def nothing_in_flight():
-    """Leave no save in flight to the next test, nor a failure that nobody looked at."""
+    """Leave no save in flight to the next test, nor a failure that no test has looked at."""
     yield
     if save_handle._latest is not None:
         save_handle._latest.wait(30)

@@ -171,7 +171,7 @@ def test_stacked_experts_resume_on_any_number_of_clients(pool, tmp_path, is_shar
     path = f"{tmp_path}/s"
     facts = {"is_sharded": is_sharded, "group": True}
     if not is_sharded:
-        ep = 4  # nobody averages gradients, so there is one group only
+        ep = 4  # gradients are not averaged, so there is one group only
         resumes = [(clients, clients) for clients in (4, 2, 1)]
     else:
         ep, resumes = 2, RESUMES

@@ -28,7 +28,7 @@ NBYTES = 3064 * 4
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that goes one second further whenever somebody looks."""
+    """A clock that goes one second further at each look."""
     ticks = itertools.count()
     monkeypatch.setattr(measuring, "monotonic", lambda: float(next(ticks)))
 
@@ -142,7 +142,7 @@ def test_who_is_slow():
     [
         {0: {"write": PhaseCost(9.0)}},
         {0: {"write": PhaseCost(2.0)}, 1: {"write": PhaseCost(5.0)}},  # not so much slower
-        {0: {"write": PhaseCost(0.1)}, 1: {"write": PhaseCost(0.9)}},  # nobody minds
+        {0: {"write": PhaseCost(0.1)}, 1: {"write": PhaseCost(0.9)}},  # no client fails
         {0: {"barrier": PhaseCost(0.1)}, 1: {"barrier": PhaseCost(99.0)}},  # it waited
         {0: {"write": PhaseCost(0.1)}, 1: {}},
         {},

@@ -67,7 +67,7 @@ def run_on_terminal(*args, cwd=None, **environment):
     settings = {"TERM": "xterm", "COLUMNS": "200", "PAGER": "cat"} | environment
     with subprocess.Popen([*COMMAND, *map(str, args)], env=os.environ | settings, cwd=cwd, **streams) as process:
         os.close(terminal)
-        # The other end fails once nobody has the terminal open.
+        # The other end fails once no process has the terminal open.
         with suppress(OSError):
             while data := os.read(main_end, 1 << 16):
                 shown.append(data)

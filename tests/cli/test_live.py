@@ -203,7 +203,7 @@ def test_no_coordinator(run, monkeypatch, unused_address):
 
 @pytest.fixture
 def unused_address():
-    """An address at which nobody listens."""
+    """An address at which no process listens."""
     import socket
 
     with socket.socket() as bound:

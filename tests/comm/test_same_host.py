@@ -160,7 +160,7 @@ def test_a_sender_is_done_when_its_message_is_received_unless_an_answer_says_so(
     message = numbers(8)
     assert connection.ends[0].send(message, 1, is_answered=True).is_done
     sent = connection.ends[0].send(message, 2)
-    # Client 1 sees that the message has come, but nobody there has asked for it.
+    # Client 1 sees that the message has come, but no call there has asked for it.
     marker = connection.ends[0].send(message, 3, is_answered=True)
     connection.ends[1].recv(buffer_like(message), 3).wait()
     assert marker.is_done
@@ -215,7 +215,7 @@ def test_memory_that_cannot_be_read_is_an_error_of_the_receiver(connection):
 
 
 def test_threads_wait_at_once_each_for_its_own(connection):
-    """The last that is waited for comes first, so whoever looks at the socket serves the others."""
+    """The last that is waited for comes first, so the waiter that looks at the socket serves the others."""
     count = 8
     buffers = [torch.zeros(EAGER_NBYTES + 1, dtype=torch.uint8) for _ in range(count)]
     receives = [connection.ends[1].recv(buffer, tag) for tag, buffer in enumerate(buffers)]
@@ -284,7 +284,7 @@ def test_who_waits_for_an_acknowledgement_gets_it_although_nobody_waits_at_the_o
 
 
 def test_an_engine_that_ends_sends_what_its_sockets_had_no_room_for(connection, monkeypatch):
-    """Else whoever waits for an acknowledgement hears that the client has ended."""
+    """Else a client that waits for an acknowledgement hears that the client has ended."""
     monkeypatch.setattr(connection.engines[0], "ensure_progress", lambda: None)
     fill_socket(connection)
     large = numbers(EAGER_NBYTES + 1)

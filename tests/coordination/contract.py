@@ -295,7 +295,7 @@ class ManyClientsContract(CoordinationContract):
         assert not any(result.error for result in results.values()), results
 
     def test_round_of_an_operation_takes_place_once(self, clients):
-        """Whoever comes late gets its verdict, also by a second call."""
+        """A late client gets its verdict, also by a second call."""
         operations = begin(clients)
         early = together(clients[:1], inside(operations, "save/written", vote=Vote(ok=False, reason="full")))
         for late in (clients[1:], clients[1:], clients[:1]):

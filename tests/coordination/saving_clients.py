@@ -217,7 +217,7 @@ class Proxy:
                     continue
                 try:
                     far = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:  # nobody is there
+                except OSError:  # no client is there
                     near.close()
                     continue
                 self._sockets += [near, far]

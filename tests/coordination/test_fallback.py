@@ -79,7 +79,7 @@ def test_all_leave_a_coordinator_that_one_cannot_reach(caplog):
 
 @pytest.mark.parametrize("collect", [True, False])
 def test_verdict_that_one_was_not_told_is_at_the_store(collect):
-    """The last one arrived, and everyone else was let through."""
+    """The last client arrived, and all others were let through."""
     with cut_off_clients(2) as (clients, network):
         clients[1]._primary.give_up_s = 20.0
         waiting = Running(clients[1:], lambda c: c.barrier("b", Vote(payload=b"last"), timeout_s=20, collect=collect))

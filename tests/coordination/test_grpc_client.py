@@ -454,7 +454,7 @@ os._exit(0 if code == 0 else 1)
 
 @pytest.mark.processes
 def test_fork_while_another_thread_connects():
-    """The child does not wait for a lock that nobody will let go of."""
+    """The child does not wait for a lock that no thread will release."""
     subprocess.run([sys.executable, "-c", FORK_WHILE_CONNECTING], timeout=60, check=True)
 
 

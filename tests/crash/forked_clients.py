@@ -194,7 +194,7 @@ class Nursery:
                 if job := self._jobs.get(number):
                     job.events.put(tuple(event))
         except (EOFError, OSError):
-            pass  # the end, or the nursery died: whoever waits for it runs into a timeout
+            pass  # the end, or the nursery died: a process that waits for it runs into a timeout
 
 
 # --- in the nursery -------------------------------------------------------------------------------------------------

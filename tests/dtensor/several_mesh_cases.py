@@ -29,7 +29,7 @@ def on_devices() -> dict[str, Placed]:
 
 
 def on_clients() -> dict[str, Placed]:
-    """Return the places of parameters on meshes of four clients: none of them may have all."""
+    """Return the places of parameters on meshes of four clients: maybe no client has all parameters."""
     line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     first, last, middle = (DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3], [1, 2]))
     return {

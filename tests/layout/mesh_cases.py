@@ -133,7 +133,7 @@ def errors_of_bad_meshes():
 
 
 def make_the_default_group(port):
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 serves the store, and nobody has met there before
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 serves the store, which no client has used yet
     os.environ["MASTER_PORT"] = str(port)
     mesh = init_device_mesh("cpu", (2,))
     return dist.get_backend(), sum_over(mesh.get_group()), mesh.clients

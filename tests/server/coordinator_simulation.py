@@ -270,8 +270,8 @@ class Simulation:
         for job in self.rules.jobs.values():
             gone = {n for n, task in job.tasks.items() if task.state in (server_rules.LOST, server_rules.LEFT)}
             for barrier_id, barrier in job.open.items():
-                assert self._deadlines[barrier_id] > self.now, "someone waits past the deadline"
-                assert gone.isdisjoint(barrier.participants), "a barrier waits for someone who is gone"
+                assert self._deadlines[barrier_id] > self.now, "a client waits past the deadline"
+                assert gone.isdisjoint(barrier.participants), "a barrier waits for a client that is gone"
         assert sum(len(job.open) for job in self.rules.jobs.values()) == len(self.open)
 
 

@@ -84,7 +84,7 @@ def request(method, draw):
         return message.SerializeToString()
     is_in_honest_job = "task" in method.input_type.fields_by_name and kind > 0.8 and method.name != "Register"
     if is_in_honest_job:
-        message.task.job = "honest"  # whose incarnations nobody can guess
+        message.task.job = "honest"  # whose incarnations a client cannot guess
     data = bytearray(message.SerializeToString())
     if kind < 0.3 and data:
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)

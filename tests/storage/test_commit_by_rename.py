@@ -132,7 +132,7 @@ def test_the_newest_attempt_owns_the_target(tmp_path):
 
 
 def test_a_newer_attempt_is_left_alone_while_it_lives(tmp_path):
-    """Whoever froze before it began is the last to begin, and yet not the newest."""
+    """An attempt that froze before it began is the last to begin, and yet not the newest."""
     target = tmp_path / "s"
     newer = build(target, NEW, "10-a")
     with lock_directory(newer.path):

@@ -52,7 +52,7 @@ def test_a_lent_version_is_read_and_not_copied(jobs):
 
 
 def test_tensors_of_any_strides_are_served(jobs):
-    """And boxes of them, which nobody has announced: the source verifies a copy of their piece."""
+    """And boxes that no reader has announced: the source verifies a copy of their piece."""
     publisher, generator = jobs.publisher(), torch.Generator().manual_seed(1)
     tree = {
         "transposed": torch.randn(30, 20, generator=generator).t(),
@@ -249,7 +249,7 @@ def _raise(*_):
 
 
 def test_relays_serve_a_lent_version_on(jobs, monkeypatch, tmp_path):
-    """The relay pulls it whole; when the loan is over nobody begins to read it there."""
+    """The relay pulls it whole; when the loan is over no reader begins to read it there."""
     publisher, tree, target = jobs.publisher(timeout_s=WAIT_S), weights(1), blank()
     monkeypatch.setenv("DTCKPT_HOST", "engine host")
     with Subscriber(FEED, target, serve=True, folder=tmp_path / "relay", address="127.0.0.1") as relay:
@@ -315,7 +315,7 @@ def test_a_source_that_ends_amid_an_answer(jobs, monkeypatch):
 @pytest.mark.processes
 def test_the_coordinator_goes_amid_a_loan(tmp_path):
     """The coordinator does not know the readers then. Training goes on, and a coordinator that comes back offers the
-    version to nobody."""
+    version to no reader."""
     coordinator = ServerProcess(heartbeat_timeout_s=2.0)
     jobs = Jobs(coordinator.port, tmp_path, heartbeat_timeout_s=2.0)
     try:
@@ -338,7 +338,7 @@ def test_the_coordinator_goes_amid_a_loan(tmp_path):
 
 @pytest.mark.processes
 def test_loans_of_two_clients(tmp_path):
-    """Both clients' exits end alike, whichever client a late reader still reads from, and whoever raises."""
+    """Both clients' exits end alike, whichever client a late reader still reads from, and whichever client raises."""
     with Pool() as trainers, Pool() as engines, server_in_thread(heartbeat_timeout_s=5.0) as port:
         options = {"group": True, "coordinator": f"127.0.0.1:{port}", "clients": 2}
         with ThreadPoolExecutor(1) as thread:

@@ -544,7 +544,7 @@ def test_37_nobody_on_the_other_side(jobs):
         with pytest.raises(errors.VersionTimeoutError, match=r"no lease within 0.3 s: no job publishes feed 'policy'"):
             jobs.fetch(subscriber, timeout_s=0.3)
         assert time.monotonic() - start < WAIT_S
-        # A publisher without readers waits for nobody.
+        # A publisher without readers does not wait.
         publisher = jobs.publisher(keep=1)
         for step in range(4):
             publish(publisher, step)

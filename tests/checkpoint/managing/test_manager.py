@@ -542,7 +542,7 @@ def test_one_process_at_a_time_saves(tmp_path):
 
 
 def test_a_look_takes_no_lock(tmp_path, monkeypatch):
-    """A manager that starts while somebody looks would be refused."""
+    """A manager that starts while another process looks would be refused."""
     save_steps(tmp_path, [1])
     monkeypatch.setattr("fcntl.lockf", lambda *_: pytest.fail("a lock was taken"))
     assert RootLock(tmp_path).holder() == ""

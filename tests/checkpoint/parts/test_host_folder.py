@@ -114,7 +114,7 @@ def test_a_process_that_closes_the_folder_first(folder, tmp_path):
 
 
 def test_a_file_system_without_locks(folder, monkeypatch):
-    """There nobody knows whose files they are, so they stay."""
+    """On such a file system the owner of the files is unknown, so they stay."""
 
     def refuse(*_):
         raise OSError("no locks available")

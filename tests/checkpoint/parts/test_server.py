@@ -60,7 +60,7 @@ def peer(server):
 
 
 def request(server, method, path, body=b"", token=TOKEN, headers=()):
-    """Send a request as anybody could; return the status, 0 if the server hangs up without one."""
+    """Send a request as any process could; return the status, 0 if the server hangs up without one."""
     connection = HTTPConnection(server.url, timeout=5)
     try:
         connection.putrequest(method, path, skip_host=True)

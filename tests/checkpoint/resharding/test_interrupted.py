@@ -115,7 +115,7 @@ def killed(source, target, kvstore, at):
 
 @pytest.fixture
 def num_operations(source, tmp_path, kvstore):
-    """The number of operations on files of a reshard that nobody kills."""
+    """The number of operations on files of a reshard that is not killed."""
     count = killed(source, tmp_path / "counted", kvstore, -1)
     shutil.rmtree(tmp_path / "counted")
     return count

@@ -175,7 +175,7 @@ def exit_amid_a_save(path: str, how: str) -> None:
 
 
 def exit_after_a_failure(path: str) -> None:
-    """End the process after a save whose failure nobody looked at."""
+    """End the process after a save whose failure was never read."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("no ink")
@@ -333,7 +333,7 @@ def save_back_to_back(root: str, blocked: int) -> tuple[list[int], list[int]]:
 
 
 def train_until_preempted(root: str, victim: int) -> tuple[int, list[int], str]:
-    """Train; one client gets SIGTERM amid step 4 and nobody tells the others."""
+    """Train; one client gets SIGTERM amid step 4, and the others get no signal."""
     before = signal.getsignal(signal.SIGTERM)
     mesh = mesh_over_all({"x": dtckpt.num_clients()})
     step = 0
@@ -341,7 +341,7 @@ def train_until_preempted(root: str, victim: int) -> tuple[int, list[int], str]:
         with manager.preemption():
             while not manager.reached_preemption:
                 step += 1
-                assert step < 1000, "the signal has reached nobody"
+                assert step < 1000, "the signal has reached no client"
                 if step == 4 and dtckpt.client_id() == victim:
                     os.kill(os.getpid(), signal.SIGTERM)
                 manager.save(step, tree_on(mesh, SMALL, str(step)))
@@ -427,7 +427,7 @@ def count_saves(prefix: str) -> tuple[int, list[str]]:
 
 
 def assign_after_restore(prefix: str) -> list[str]:
-    """Save objects, restore none of them, and assign them then."""
+    """Save objects, restore without objects as targets, and assign them then."""
     mesh = mesh_over_all({"x": dtckpt.num_clients()})
     path = dtckpt.DTensorCheckpoint(mesh, **tree_on(mesh, SMALL, "a")).save(prefix)
     checkpoint = dtckpt.DTensorCheckpoint(mesh)

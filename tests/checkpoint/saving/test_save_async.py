@@ -300,7 +300,7 @@ def test_a_failure_in_the_background_reaches_all_clients_once(pool, tmp_path, me
     found = pool.values(save_async_cases.fail_in_background, f"{tmp_path}", 1, clients=3, **meeting)
     for at_result_or_save, at_the_other, afterwards, phase in found:
         for text in (at_result_or_save, at_the_other):
-            # Whoever tells it first is named before it.
+            # The client that tells the error first is named before it.
             assert re.fullmatch(r"ClientFailedError: (client [12]: )?client 1: ZeroDivisionError: no ink", text), text
         assert (afterwards, phase) == ("ok", "failed")
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]

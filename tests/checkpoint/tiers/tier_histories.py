@@ -37,7 +37,7 @@ class Script:
         number: Of the attempt; no other one saves the same values.
         changes: By save, the number of steps since the save before it; the first may go back.
         waits: By save, whether everything under way ends before the next.
-        point: Where clients die in the last save; empty: nobody does.
+        point: Where clients die in the last save; empty: no client dies.
         victims: The clients that die.
     """
 

@@ -341,7 +341,7 @@ def overlaps(tensor):
 
 def write(draw, pairs, values):
     number = draw(st.integers(0, len(pairs) - 1))
-    if overlaps(pairs[number].plain):  # which PyTorch lets nobody write to, or warns of
+    if overlaps(pairs[number].plain):  # which PyTorch does not let programs write to, or warns of
         return
     name, function, others = writes(draw, values, tuple(pairs[number].plain.shape))
     note(f"write to {number}: {name}, {[getattr(other.ours, 'placements', 'plain') for other in others]}")

@@ -166,7 +166,7 @@ class OwnStager:
         return copy.deepcopy(state)
 
     def synchronize_staging(self) -> None:
-        raise AssertionError("nobody should wait")
+        raise AssertionError("no rank should wait")
 
     def close(self) -> None:
         """Hold nothing."""
