@@ -35,7 +35,7 @@ ERROR = r"dtckpt\.errors\.(.+)"
 """How the line begins in which Python says that an error of dtckpt ended a process."""
 MOMENT = "optimizer/exp_avg/head.weight"
 
-# Where the moments lie: on four clients matrices are cut in blocks, on two clients in columns.
+# The layout of the moments: on four clients matrices are cut in blocks, on two clients in columns.
 FOUR_CLIENTS = ["--mesh=data=2,model=2", "--matrix-spec=data,model", "--vector-spec=data+model"]
 TWO_CLIENTS = ["--mesh=data=2", "--matrix-spec=unsharded,data", "--vector-spec=data"]
 RESHARD = ["--mesh", "data=2", "--layout", "optimizer/*weight*=unsharded,data", "--layout", "optimizer/*bias*=data"]
@@ -228,7 +228,7 @@ def compare(reference: Facts, interrupted: Facts, resumed: Facts) -> None:
 
 
 def picture(before: Path, after: Path, file: Path) -> None:
-    """Draw where one moment lies before and after."""
+    """Draw the layout of one moment before and after."""
     panels = []
     for title, path in (("before: four clients", before), ("after dtckpt reshard: two clients", after)):
         with dtckpt.open_checkpoint(path) as checkpoint:

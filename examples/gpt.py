@@ -4,7 +4,7 @@
     python -m examples.gpt                                    # four virtual devices in one process
     python -m examples.gpt --device cuda                      # four that share a GPU
 
-The model is ordinary PyTorch. What is distributed stands in one table, `PLACEMENTS`; random numbers do not depend on
+The model is ordinary PyTorch. One table, `PLACEMENTS`, has all distributed parameters; random numbers do not depend on
 the mesh, so neither do the losses.
 """
 

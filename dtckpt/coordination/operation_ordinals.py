@@ -20,7 +20,7 @@ Three signs distinguish the two cases:
 
 * A client knows that it, or the others, went on alone. A call of the client ended without a verdict, or with a verdict
   that names the client as lost or missing. Then the counts are right, and the client with the lower ordinal is behind.
-* With steps: clients that are behind a second time in succession, and no others, are really behind.
+* With steps: if the same clients are behind a second time in succession, they are really behind.
 * Waiting: the others wait for a client that is behind. If it comes no closer in the time that a client needs to catch
   up by one operation, it had skipped.
 """

@@ -1,4 +1,4 @@
-"""`Layout`: how a tensor lies on a mesh, and the regions, shards and placements that follow from it."""
+"""`Layout`: the distribution of a tensor over a mesh, and the regions, shards and placements that follow from it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LayoutType(enum.Enum):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Layout:
-    """How a tensor lies on a mesh: one sharding spec per tensor dim, and pending reductions along mesh axes.
+    """The distribution of a tensor over a mesh: a sharding spec per tensor dim, and pending reductions along axes.
 
     Immutable. A dim split by the axes ``("tp", "dp")`` is split by ``tp`` first, and then every piece by ``dp``. An
     axis of size k splits n elements into chunks of ``ceil(n / k)`` elements; the last chunks may be short or empty::

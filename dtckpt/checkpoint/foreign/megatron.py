@@ -1,6 +1,6 @@
 """Parse the files that Megatron-Core adds to a distributed checkpoint of PyTorch: format, common state; pure.
 
-``metadata.json`` is written last and names the format. Values that are the same on all processes lie in ``common.pt``,
+``metadata.json`` is written last and names the format. Values that are the same on all processes are in ``common.pt``,
 and from 0.19 in the item `COMMON_ITEM`, a list of one dict. Tensors need a word in two cases, which `notes_of` says.
 
 Sources: megatron.core.dist_checkpointing, and megatron.core.optimizer.distrib_optimizer.

@@ -313,7 +313,7 @@ def _is_own_file(place: str) -> bool:
 
 
 def _is_of_array(arrays: Mapping[str, ZarrArray | DtckptError], document: str, place: str) -> bool:
-    """Whether a file is the document or a chunk of an array, or lies in the folder of an array that is refused."""
+    """Whether a file is the document or a chunk of an array, or is in the folder of an array that is refused."""
     folder = place
     while folder := folder.rpartition("/")[0]:  # the parts of a key may be folders
         if (array := arrays.get(folder)) is not None:

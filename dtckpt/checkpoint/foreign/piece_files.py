@@ -65,7 +65,7 @@ class PieceFiles(CheckpointFiles):
     Args:
         folder: The folder that the files of the index are in.
         index: The index.
-        is_remote: Whether they lie on other storage than this machine's.
+        is_remote: Whether the files are on other storage than this machine's.
 
     Raises:
         CheckpointCorruptError: A file is missing, or shorter than the index says.

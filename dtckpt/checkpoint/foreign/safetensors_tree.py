@@ -197,7 +197,7 @@ def is_sharded(header: SafetensorsHeader) -> bool:
 
 
 def join_shards(headers: Mapping[str, SafetensorsHeader]) -> tuple[dict[str, PieceTensor], dict[str, DtckptError]]:
-    """Return the tensors whose shards lie in several files, and by name why some cannot be read.
+    """Return the tensors whose shards are in several files, and by name why some cannot be read.
 
     Args:
         headers: The headers of the files with shards, by file name.

@@ -291,7 +291,7 @@ class Publisher:
         The version becomes readable in the background, when all clients have digested their parts; the handle says
         when, and raises the error if it did not.
 
-        With ``copy=False`` the version lies in the tensors themselves, and takes no memory. It is readable when this
+        With ``copy=False`` the version is in the tensors themselves, and takes no memory. It is readable when this
         returns, and training must not change the tensors before the context ends that this returns::
 
             with policy.publish({"model": model}, step=step, copy=False):
@@ -320,7 +320,7 @@ class Publisher:
             waits for readers. See `LentVersion`.
 
         Raises:
-            ConfigError: The version before lies in the tensors still, or ``copy=False`` cannot serve a tensor.
+            ConfigError: The tensors still hold the last version, or ``copy=False`` cannot serve a tensor.
             StorageFullError: There is no memory for the version; nothing was published.
             FencedError: A newer attempt of the job publishes the feed.
             CoordinatorUnavailableError: The coordinator does not answer.

@@ -147,7 +147,7 @@ class Relay:
         return pull.lease
 
     def offer(self, lease: FeedLease, *, is_whole: bool) -> None:
-        """Tell the registry that this client serves a version, or what it has of it so far."""
+        """Tell the registry that this client serves a version, or the parts that it has so far."""
         nbytes = sum(part.nbytes for part in lease.parts) if is_whole else 0
         self._feeds.serve(lease, endpoint=self._endpoint, is_whole=is_whole, nbytes=nbytes)
         if is_whole:

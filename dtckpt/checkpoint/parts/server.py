@@ -340,7 +340,7 @@ class _Elements:
 
 
 class _Digest:
-    """The digest of what was sent before."""
+    """The digest of the elements that were sent before."""
 
     def __init__(self, digest: xxhash.xxh3_64) -> None:
         self._digest = digest
