@@ -2,8 +2,8 @@
 
 Run: ``torchrun --standalone --nproc-per-node 2 -m benchmarks.async_save [--mib 512] [--tensors 64] [--rounds 5]``.
 Each client holds half of every tensor (split along dim 0). DCP stages through its default stager, which keeps its
-buffers between saves, as ours are. The first round, which finds no buffers, is shown but not counted. Memory bandwidth
-is shared with whoever else runs, so each save is compared with a copy made just before it.
+buffers between saves, as ours are. The first round, which finds no buffers, is shown but not counted. Other processes
+share the memory bandwidth, so each save is compared with a copy made just before it.
 """
 
 from __future__ import annotations

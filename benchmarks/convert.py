@@ -1,7 +1,7 @@
 """Convert a model of 4 GB from safetensors to dtckpt and back, beside ``cp`` and fsync of the same files.
 
 Run: ``python -m benchmarks.convert [--gigabytes 4] [--rounds 5] [--folder PATH]``. Each conversion is a process of its
-own: the peak of its memory is that above what it has when the conversion begins. Works come in turns, and what one of
+own: the peak of its memory is measured from the start of the conversion. Works come in turns, and what one of
 them wrote is removed, and synced, before the next one begins.
 """
 

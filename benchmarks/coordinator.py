@@ -1,8 +1,8 @@
 """Load one coordinator as a large job does: heartbeats, barriers, a client that dies, many barrier names.
 
 Run: ``python -m benchmarks.coordinator [--clients 10000] [--seconds 60] [--rounds 5] [--only PART]``. The coordinator
-is a process of its own; all clients are simulated in this one, over 16 connections, so what they cost is not the
-coordinator's. Beside its barriers: as many bare calls, torch's store barrier, and etcd (`benchmarks.rivals`).
+is a separate process. This process simulates all clients, over 16 connections, so their cost is not part of the
+coordinator's cost. Beside its barriers: as many bare calls, torch's store barrier, and etcd (`benchmarks.rivals`).
 """
 
 from __future__ import annotations
@@ -137,10 +137,10 @@ class Beats:
 
 
 async def heartbeats(num_clients: int, interval_s: float, seconds: float, *, streams: bool) -> list[str]:
-    """Let everyone beat, evenly spread; return a table's row.
+    """Let all clients send heartbeats, evenly spread; return a table's row.
 
     Counted is what follows one interval after all have begun: to open 10 000 streams within one interval takes more
-    than two cores have, and how long that takes is a column of its own.
+    than two cores have, and a separate column shows how long that takes.
     """
     beats = Beats()
     # To collect the garbage of 10 000 clients in one process takes as long as 500 heartbeats.

@@ -1,4 +1,4 @@
-"""DCP's own functions with our writer and reader, beside its file system ones, and beside ones that do nothing.
+"""DCP's functions with dtckpt's writer and reader, DCP's own ones for file systems, and a pair that does nothing.
 
 Same state dict, same processes, in turns, medians. Run:
 
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def time_saves(clock: Clock, label: str, folder: Path, state: dict[str, Any], *, fsync: bool, cached: bool) -> None:
-    """Save with every writer, each after what it has saved before was removed."""
+    """Save with every writer; remove the last checkpoint of a writer before its next save."""
     options = dtckpt.SaveOptions(fsync=fsync)
     writers: dict[str, Callable[[], dcp.StorageWriter]] = {
         OURS: lambda: DtckptStorageWriter(folder / OURS, options=options),

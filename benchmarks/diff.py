@@ -1,7 +1,7 @@
 """Compare two checkpoints of 4 GiB by ``dtckpt diff``, beside a loop in Python, and beside reading both with ``cat``.
 
-Run: ``python -m benchmarks.diff [--gigabytes 4] [--rounds 5] [--folder PATH]``. Each work is a process of its own, and
-its time is that of the whole process, with all imports. The checkpoints have the same tensors on two meshes; of one
+Run: ``python -m benchmarks.diff [--gigabytes 4] [--rounds 5] [--folder PATH]``. Each work runs in a separate process;
+its time is the time of the whole process, with all imports. The checkpoints have the same tensors on two meshes; of one
 tensor in eight some elements differ. In the third checkpoint every tensor differs from the first one.
 """
 

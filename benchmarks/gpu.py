@@ -192,7 +192,7 @@ def graph_with_adamw(arguments: argparse.Namespace) -> Iterator[Row]:
 
 
 def _captured(optimizer: str, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Capture a step of a GPT without dropout; its losses are to be those of steps that are not captured."""
+    """Capture a step of a GPT without dropout; its losses must equal the losses of steps that are not captured."""
     if arguments.device != "cuda":
         yield f"CUDA graph of a step of {optimizer}", "left out: no GPU", "the same losses"
         return

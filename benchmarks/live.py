@@ -6,7 +6,7 @@ The model is bfloat16. Each job is a set of processes, with a coordinator beside
 * times: `publish` until the version is readable, and the read until every process has verified it, beside the target
   and in place. Beside them: a plain copy of the same bytes into files in memory, and one from there; ``full_tensor()``
   with a broadcast; DCP's save and load through ``/dev/shm``; torchstore's shared memory, if ``--torchstore``
-  names the folders that have it and torchmonarch. None of these verifies a byte.
+  names the folders that have it and torchmonarch. These rivals verify no byte.
 * bytes: received of the least that is possible; with 1 % of the elements changed, and with the adapter changed alone;
   the copies that the trainer sends to eight hosts that serve the version on.
 * cost: the time that `publish` blocks beside a plain copy, and training steps with and without. Eight readers take the

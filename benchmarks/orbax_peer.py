@@ -1,6 +1,6 @@
-"""Orbax, which holds the parts of a client as JAX's arrays on CPUs; its processes are those of `torch.distributed`.
+"""Orbax, which holds the parts of a client as JAX's arrays on CPUs; it runs in the processes of `torch.distributed`.
 
-Data is not compressed, as nobody else's is. Orbax always syncs data, and never its metadata and the last rename.
+Data is not compressed, as in the other systems. Orbax always syncs data, and never its metadata and the last rename.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Plan a change of layout of all tensors of a 405B-parameter transformer, for one client of 16 384 devices.
 
 From 4 096 devices (dp=512, tp=8) to 16 384 (dp=2048, tp=8), tensor-parallel weights split again over dp. Every row is
-measured in a process of its own, in which nothing has been planned before. Memory is resident memory: the peak, and by
+measured in a new process, in which nothing has been planned before. Memory is resident memory: the peak, and by
 how much it is above what the process held before it built the meshes; it includes the plans, which are kept.
 
 Run: ``python -m benchmarks.planning [--devices-per-client 1 8] [--tensors 275 550 1100 2200 4400]``.
@@ -97,12 +97,12 @@ def resident() -> float:
 
 
 def peak() -> float:
-    """Return the most MiB that this process ever held, or the one that started it if that was more (Linux)."""
+    """Return the most MiB that this process ever held, or its parent process if the parent held more (Linux)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measured_apart(*arguments: object, rounds: int) -> dict[str, float]:
-    """Return the round with the median time, each in a process of its own."""
+    """Return the round with the median time; each round runs in a new process."""
     command = [sys.executable, "-m", "benchmarks.planning", "--measure", json.dumps(arguments)]
     found = [
         json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(rounds)

@@ -1,8 +1,8 @@
 """Reshard with ``--max-memory 512MiB``, beside ``cp`` and fsync of the same bytes, and beside PyTorch's DCP.
 
 Run: ``python -m benchmarks.reshard [--gib 4] [--rounds 5] [--folder PATH] [--only 4x2:2x3]``. Works come in turns. Each
-is a process of its own, or two, whose time begins after its imports; the peak of its memory is that above what it has
-then. What the work before wrote is removed, and synced, just before: the host of a virtual machine takes back memory
+work is one new process, or two. Its time begins after its imports; the peak of its memory is measured from there. What
+the work before wrote is removed, and synced, just before: the host of a virtual machine takes back memory
 that was free for some seconds, and to fill such memory takes longer. Sources are in the page cache.
 
 The last rows are 10 000 small tensors, the same bytes loaded and saved with DCP by one process (which cannot shard them

@@ -113,7 +113,7 @@ def serve_echo() -> None:
 
 
 def store_barriers(num_clients: int, rounds: int) -> float:
-    """`torch.distributed.elastic.utils.store.barrier`; each client is a thread with a connection of its own."""
+    """`torch.distributed.elastic.utils.store.barrier`; each client is a thread with its own connection."""
     from torch.distributed import TCPStore
     from torch.distributed.elastic.utils.store import barrier
 

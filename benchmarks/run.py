@@ -100,7 +100,7 @@ PROGRAMS = (
 
 
 def run(program: Program, folder: Path, *, is_quick: bool) -> bool:
-    """Run a program; return whether it ended well. Only then its results replace those in the folder."""
+    """Run a program; return whether it ended well. Only then its results replace the old results in the folder."""
     kept = folder / f"{program.name}.tables"
     kept.unlink(missing_ok=True)
     words = program.command(is_quick=is_quick)

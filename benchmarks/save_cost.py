@@ -64,7 +64,7 @@ class Cost:
 def cost_of(work: Callable[[], object]) -> Cost:
     """Do a work on all clients; return its cost."""
     gc.collect()
-    os.sync()  # or what somebody else left to be written would be waited for
+    os.sync()  # or the save would wait for writes of others
     dist.barrier()
     before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     work()
@@ -127,7 +127,7 @@ def main() -> None:
     costs: dict[str, list[Cost]] = {name: [] for name in works}
     for number in range(arguments.rounds + 1):
         for name, work in works.items():
-            # Files go just before those that replace them, so that all saves find as many free pages ready.
+            # Old files are removed just before new files replace them, so that all saves find as many free pages ready.
             os.sync()
             dist.barrier()
             remove(folder / (f"plain-{dist.get_rank()}" if name == PLAIN else name))

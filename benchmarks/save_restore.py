@@ -94,7 +94,7 @@ class State:
 
 
 class Clock:
-    """Seconds of the slowest client, and processor seconds of all clients, by what is done and who does it."""
+    """Seconds of the slowest client, and processor seconds of all clients, by operation and system."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, dict[str, list[float]]] = {}
@@ -102,7 +102,7 @@ class Clock:
 
     def time(self, what: str, who: str, work: Callable[[], object]) -> None:
         gc.collect()
-        os.sync()  # or what somebody else left to be written would be waited for
+        os.sync()  # or the save would wait for writes of others
         dist.barrier()
         start, cpu_start = time.perf_counter(), time.process_time()
         work()
@@ -183,7 +183,7 @@ def main() -> None:
                     restores.append((ORBAX, work))
                 if with_safetensors and not arguments.restore and dim == 0:
                     restores.append((SAFETENSORS, lambda: load_safetensors(folder, same.parts)))
-                first = number % len(restores)  # nobody always comes after the same other one
+                first = number % len(restores)  # no system always comes after the same other system
                 for who, work in restores[first:] + restores[:first]:
                     clock.time(f"restore, {what}", who, work)
     if dist.get_rank() == 0:
@@ -229,7 +229,7 @@ def open_orbax(folder: Path) -> Any:
 
 
 def save_all(clock: Clock, folder: Path, source: State, *, fsync: bool, with_safetensors: bool) -> None:
-    """Save with every system, each after what it has saved before was removed, so that all find the same pages free."""
+    """Save with every system, after its last checkpoint was removed, so that all find the same pages free."""
     label, ours = "save, fsync" if fsync else "save", source.ours
     options = dtckpt.SaveOptions(fsync=fsync)
     bare = dtckpt.SaveOptions(fsync=fsync, content_digest=False)
@@ -244,7 +244,7 @@ def save_all(clock: Clock, folder: Path, source: State, *, fsync: bool, with_saf
         path = _safetensors(folder)
         saves.append((label, SAFETENSORS, path, lambda: save_safetensors(folder, source.parts, fsync=fsync)))
     for what, who, path, work in saves:
-        # Before pages are freed, or the machine may take them back while what somebody else wrote goes to the disk.
+        # Before pages are freed, or the machine may take them back while writes of others go to the disk.
         os.sync()
         dist.barrier()
         remove(path)

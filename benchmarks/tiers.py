@@ -1,7 +1,8 @@
 """The local tier: the time that saves block, their cost for training, and the time of a restore after a loss.
 
 Run: ``torchrun --standalone --nproc-per-node 4 -m benchmarks.tiers [--mib 512] [--tensors 64] [--rounds 5]``.
-Each client is a host of its own, with a directory in ``/dev/shm`` for a tier. Each holds a quarter of every tensor.
+Each client counts as a separate host, with a directory in ``/dev/shm`` for a tier. Each holds a quarter of every
+tensor.
 
 * blocks: seconds until a save with two copies returns, beside a plain copy of the same bytes into ready memory.
 * steps: a training step multiplies matrices for about half a second; steps with a save every tenth, and without.

@@ -1,12 +1,12 @@
 """Training time that failures and saves cost a day: with a local tier of 1, 2 and 3 copies, and without one.
 
 Run: ``python -m benchmarks.tiers_simulation [--days 365] [--output tiers.svg]``. 16 384 clients on 2 048 hosts train
-for a year, in a simulation. Failures come at random, as often and of such kinds as those of the training of Llama 3
+for a year, in a simulation. Failures come at random, as often and of such kinds as in the training of Llama 3
 (419 in 54 days; The Llama 3 Herd of Models, 2024). Which hosts are lost together is drawn for each of them, and the
 real `CopyHosts` of the tier decide whether a step is lost (`dtckpt.checkpoint.tiers.copy_hosts`).
 
-Costs, in seconds, are assumptions of `Costs`; those of a save and a restore follow from bytes and bandwidths. A save to
-the root is asynchronous; its interval is the best one by Daly's formula (`dtckpt.optimal_interval`).
+Costs, in seconds, are assumptions of `Costs`; the costs of a save and a restore follow from bytes and bandwidths. A
+save to the root is asynchronous; its interval is the best one by Daly's formula (`dtckpt.optimal_interval`).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def simulate(copies: int, costs: Costs, days: int, seed: int) -> Outcome:
         lost = set(lost_hosts(chance.choices(list(KINDS), list(KINDS.values()))[0], chance))
         waiting += costs.detect_s + costs.restart_s
         if copies and not any(partners[host] <= lost for host in lost):
-            # The newest step with all of its copies; the one before, if the failure came amid the copies.
+            # The newest step with all of its copies; the step before it, if the failure came amid the copies.
             repeated += chance.uniform(0, local_every_s) + (costs.copy_s if lost else 0.0)
             waiting += costs.copy_s if lost else 0.0
         else:

@@ -33,7 +33,7 @@ from dtckpt.dtensor import experimental as our_experimental
 VOCABULARY, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 512, 256, 8, 2, 64, 8
 TOLERANCE = 1e-5
 ROWS = ("*.q.weight", "*.k.weight", "*.v.weight", "*.up.weight", "*.head.weight")
-"""Weights that are split by rows over the model axis; those of `COLUMNS` are split by columns, others replicated."""
+"""Weights that are split by rows over the model axis; `COLUMNS` are split by columns, others replicated."""
 COLUMNS = ("*.out.weight", "*.down.weight")
 
 

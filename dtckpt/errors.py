@@ -88,7 +88,7 @@ class LayoutTypeError(LayoutError, TypeError):
 
 
 class RegionError(DtckptError, ValueError):
-    """A region is malformed or lies outside the tensor."""
+    """A region is malformed or outside the tensor."""
 
 
 class SliceError(DtckptError, ValueError):

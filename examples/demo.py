@@ -30,12 +30,12 @@ VICTIM = 2
 LOST_AT, LAST = 13, 16
 """The step in which a host is lost, and the last step, of the training that saves in memory."""
 TOLERANCE = 1e-4
-"""Relative difference of losses: gradients of 2 clients are added in another order than those of 4."""
+"""Relative difference of losses: 2 clients add gradients in another order than 4 clients."""
 ERROR = r"dtckpt\.errors\.(.+)"
 """How the line begins in which Python says that an error of dtckpt ended a process."""
 MOMENT = "optimizer/exp_avg/head.weight"
 
-# Where the moments lie: on four clients matrices are cut in blocks, on two clients in columns.
+# The layout of the moments: on four clients matrices are cut in blocks, on two clients in columns.
 FOUR_CLIENTS = ["--mesh=data=2,model=2", "--matrix-spec=data,model", "--vector-spec=data+model"]
 TWO_CLIENTS = ["--mesh=data=2", "--matrix-spec=unsharded,data", "--vector-spec=data"]
 RESHARD = ["--mesh", "data=2", "--layout", "optimizer/*weight*=unsharded,data", "--layout", "optimizer/*bias*=data"]
@@ -58,7 +58,7 @@ def detail(text: str, style: str = "dim") -> None:
 
 
 def check(claim: str, holds: bool) -> None:
-    """Print a claim that holds; end the demo at one that does not."""
+    """Print a claim that holds; end the demo at a claim that does not."""
     if not holds:
         raise DemoError(f"this does not hold: {claim}")
     detail(f"✓ {claim}", "green")
@@ -228,7 +228,7 @@ def compare(reference: Facts, interrupted: Facts, resumed: Facts) -> None:
 
 
 def picture(before: Path, after: Path, file: Path) -> None:
-    """Draw where one moment lies before and after."""
+    """Draw the layout of one moment before and after."""
     panels = []
     for title, path in (("before: four clients", before), ("after dtckpt reshard: two clients", after)):
         with dtckpt.open_checkpoint(path) as checkpoint:

@@ -4,7 +4,7 @@
     python -m examples.gpt                                    # four virtual devices in one process
     python -m examples.gpt --device cuda                      # four that share a GPU
 
-The model is ordinary PyTorch. What is distributed stands in one table, `PLACEMENTS`; random numbers do not depend on
+The model is ordinary PyTorch. One table, `PLACEMENTS`, has all distributed parameters; random numbers do not depend on
 the mesh, so neither do the losses.
 """
 
@@ -101,7 +101,7 @@ def distributed(model: nn.Module, mesh: Mesh) -> nn.Module:
 
 
 def batch_of(step: int) -> torch.Tensor:
-    """Return sequences in which each token follows from the one before, but for some noise."""
+    """Return sequences in which each token follows from the token before it, but for some noise."""
     rng = torch.Generator().manual_seed(1000 + step)
     start = torch.randint(VOCABULARY, (BATCH, 1), generator=rng)
     noise = torch.rand(BATCH, LENGTH + 1, generator=rng) < 0.05

@@ -35,7 +35,7 @@ values = torch.arange(48.0).reshape(6, 8)
 tensor = dtckpt.relayout(dtckpt.copy_to_mesh(values, dtckpt.Layout.replicated(mesh, 2)), layout)
 tensor
 """,
-    "Another layout, and the bytes on the network if each device had a client of its own:",
+    "Another layout, and the bytes on the network if each device had its own client:",
     """
 from dtckpt.dtensor.debug import explain
 
@@ -43,7 +43,7 @@ clients = dtckpt.abstract_mesh({"data": 2, "model": 4}, devices_per_client=1)
 rows, columns = dtckpt.Layout(["data", "unsharded"], clients), dtckpt.Layout(["unsharded", "model"], clients)
 explain(rows, columns, (1024, 1024), torch.float32)
 """,
-    "Operators work on DTensors. The result has a layout of its own:",
+    "Operators work on DTensors. The result has another layout:",
     """
 product = tensor @ tensor.T
 print(torch.equal(product.full_tensor(), values @ values.T), product.layout.sharding_specs)

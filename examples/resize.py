@@ -1,4 +1,4 @@
-"""Training that goes on with fewer and with more processes, without a restart of those that stay.
+"""Training that goes on with fewer and with more processes, without a restart of the processes that stay.
 
     python -m examples.resize
 

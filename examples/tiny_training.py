@@ -52,7 +52,7 @@ def read_rows() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class ShardedLoader:
-    """Batches of the rows of one client, in an order of its own for each epoch.
+    """Batches of the rows of one client, in another order for each epoch.
 
     Client i of n takes the rows i, i + n, ... of each global batch.
     """
@@ -71,7 +71,7 @@ class ShardedLoader:
         order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(epoch))
         for batch in order[first:].split(BATCH):
             mine = batch[self.client :: self.num_clients]
-            self.taken += len(mine)  # before the batch is out: whoever saves after it has seen it
+            self.taken += len(mine)  # before the batch is out, so that a save after the batch has counted it
             yield self.rows[mine], self.targets[mine]
 
     def batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

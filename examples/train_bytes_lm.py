@@ -55,7 +55,7 @@ class ShardedAdam:
 
     Args:
         parameters: Parameters by name, equal on all clients.
-        layouts: By name, how the moments of a parameter lie on the mesh; one local device per client.
+        layouts: By name, the layout of the moments of a parameter; one local device per client.
         config: ``lr``, ``betas`` and ``eps``.
     """
 

@@ -1,4 +1,4 @@
-"""FSDP2 with checkpoints in the memory of the hosts. Here each process is a host of its own, and one can be lost:
+"""FSDP2 with checkpoints in the memory of the hosts. Here each process counts as a separate host, and one can be lost:
 
 torchrun --nproc-per-node 4 --max-restarts 1 -m examples.train_in_memory --checkpoints ckpt --lose 1 --at 13
 

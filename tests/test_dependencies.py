@@ -58,7 +58,7 @@ def test_clients_raise_what_to_do():
 
 @pytest.mark.processes
 def test_protobuf_that_cannot_tell_its_version():
-    """The one before 5.26."""
+    """The version before 5.26."""
     hide = (
         "import sys, google.protobuf as p\n"
         "del p.runtime_version; sys.modules[v.__name__] = None; p.__version__ = '4.25.8'\n"

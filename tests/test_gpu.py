@@ -33,14 +33,14 @@ def run(folder, **variables):
 
 
 def test_it_runs_all_files_with_tests_for_gpus():
-    """But those of helpers that the others import."""
+    """Without the helpers that the others import."""
     files = set(ROOT.glob("tests/**/test_*.py")) - {Path(__file__)}
     marked = {str(path.relative_to(ROOT)) for path in files if MARKS.search(path.read_text())}
     assert set(re.findall(r"tests/\S+\.py", SCRIPT.read_text())) == marked
 
 
 def closure(names):
-    """Return distributions and all that they require, of those that are installed."""
+    """Return installed distributions and their installed requirements."""
     found, left = set(), list(names)
     while left:
         if (name := canonicalize_name(left.pop())) not in found:

@@ -203,7 +203,7 @@ def validate_mode() -> None:
 
 
 def _is_dense(memory: torch.Tensor) -> bool:
-    """Whether a tensor's elements lie in dense memory. As every tensor is asked, the answer must be quick."""
+    """Whether a tensor's elements fill dense memory. As every tensor is asked, the answer must be quick."""
     if (
         not _is_plain_class(type(memory))
         or memory.layout is not torch.strided

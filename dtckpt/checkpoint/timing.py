@@ -217,7 +217,7 @@ class Phases:
 
     @property
     def costs(self) -> dict[str, PhaseCost]:
-        """The costs of all phases so far, by name, including those that are under way."""
+        """The costs of all phases so far, by name, including phases that are under way."""
         with self._lock:
             costs = dict(self._closed)
             now = monotonic()

@@ -76,7 +76,7 @@ Examples:
     "renames",
     multiple=True,
     metavar="OLD=NEW",
-    help="Names in B for those in A, as in convert; then --select chooses from A, and all of B is compared.",
+    help="Names in B for the names in A, as in convert; then --select chooses from A, and all of B is compared.",
 )
 @click.option(
     "--ignore", multiple=True, type=click.Choice(DIFFERENCES), help="Differences that do not count; see below."

@@ -46,7 +46,7 @@ Examples:
     show_default=True,
     help="Order of the tensors: layers.2 before layers.10, or the largest first.",
 )
-@click.option("--each", is_flag=True, help="A line for each tensor, also for those that are alike but for numbers.")
+@click.option("--each", is_flag=True, help="A line for each tensor, also for tensors that differ in numbers only.")
 @click.option("--chunks", "with_chunks", is_flag=True, help="List every chunk: region, key, digest, client.")
 @map_options
 @pager_option
@@ -275,7 +275,7 @@ def _facts(checkpoint: Checkpoint, tensors: Sequence[TensorInfo], meshes: Sequen
 def _groups(
     tensors: Sequence[TensorInfo], meshes: Sequence[Mesh], *, sort: str, each: bool
 ) -> list[NameGroup[TensorInfo]]:
-    """Return tensors in groups of those that are alike, in the order that the user wants."""
+    """Return groups of similar tensors, in the order that the user wants."""
     from dtckpt.cli.name_groups import NameGroup, group_names
 
     if each:

@@ -1,4 +1,4 @@
-"""``dtckpt live``: show the feeds of a coordinator, their versions, and who reads and holds them."""
+"""``dtckpt live``: show the feeds of a coordinator, their versions, readers and holders."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ States of a version:
   lost        Clients that have its bytes are lost. These clients may come back.
 
 \b
-{VARIABLES}  DTCKPT_COORDINATOR_TOKEN_FILE or _TOKEN: the job's feeds, and those that it may read.
+{VARIABLES}  DTCKPT_COORDINATOR_TOKEN_FILE or _TOKEN: the job's feeds, and other feeds that it may read.
 
 \b
 Examples:
@@ -42,7 +42,7 @@ Examples:
 @json_option("Print one JSON line per look.")
 @debug_option
 def command(*, coordinator: str | None, watch: bool, interval_s: float, timeout_s: float, as_json: bool) -> None:
-    """Show the feeds of a coordinator: versions, their ages and sizes, who reads them, and who serves them on."""
+    """Show the feeds of a coordinator: versions, their ages and sizes, readers and relays."""
     look(
         coordinator,
         lambda client: client.feeds(timeout_s),

@@ -1,4 +1,4 @@
-"""How a command reads live versions: as the one client of a job that nobody else is in, for as long as it runs."""
+"""How a command reads live versions: as the only client of a job that exists only while the command runs."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ Variables:
 def look_options(command: _Command) -> _Command:
     """Add ``--coordinator``, ``--watch``, ``--interval`` and ``--timeout``."""
     coordinator = click.option(
-        "--coordinator", metavar="HOST:PORT", help="Which coordinator [default: the one of the environment]."
+        "--coordinator", metavar="HOST:PORT", help="Which coordinator [default: by the environment]."
     )
     watch = click.option("--watch", is_flag=True, help="Look again and again, until interrupted.")
     interval = click.option(

@@ -188,4 +188,4 @@ def _lines(status: TierStatus, lost: frozenset[str], back: _Return) -> Iterator[
 
 def _missing(status: TierStatus, left: HeldSave) -> str:
     holders = {host for host, clients in status.clients.items() if set(clients) & set(left.missing)}
-    return f"lost: nobody has the parts of {', '.join(sorted(holders))}"
+    return f"lost: no host has the parts of {', '.join(sorted(holders))}"

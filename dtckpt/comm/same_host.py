@@ -279,7 +279,7 @@ class Endpoint:
             read_memory(self._pid, seal_address, ctypes.addressof(seal), ctypes.sizeof(seal))
         except OSError as error:
             return f"the memory of client {self.client} cannot be read: {error}"
-        return "" if seal.value == number else f"client {self.client} has given up what it was sending"
+        return "" if seal.value == number else f"client {self.client} has given up its message"
 
     def _send_or_queue(self, packet: bytes) -> None:
         """Send a packet, or append it to the backlog if the socket is full."""

@@ -86,7 +86,7 @@ def has_left(who: str, seen: str) -> str:
 def is_rival(who: str, attempt: int) -> str:
     """Return the error of a process that wants the client id of another, living process."""
     return (
-        f"{who} of attempt {attempt} is another live process; every client needs an id of its own, and a "
+        f"{who} of attempt {attempt} is another live process; every client needs a unique id, and a "
         "restarted job a higher attempt"
     )
 

@@ -20,7 +20,7 @@ Three signs distinguish the two cases:
 
 * A client knows that it, or the others, went on alone. A call of the client ended without a verdict, or with a verdict
   that names the client as lost or missing. Then the counts are right, and the client with the lower ordinal is behind.
-* With steps: clients that are behind a second time in succession, and no others, are really behind.
+* With steps: if the same clients are behind a second time in succession, they are really behind.
 * Waiting: the others wait for a client that is behind. If it comes no closer in the time that a client needs to catch
   up by one operation, it had skipped.
 """
@@ -147,7 +147,7 @@ def _describe(positions: Mapping[int, int], operation: str, are_steps: bool, oth
         told = _listed(odd, lambda position: f"is at its {_nth(position)} {operation}")
         text = f"{told}, the others at their {_nth(usual)}"
     if others_wait:
-        return f"{text}: those who are behind come to what the others have given up, and have to catch up"
+        return f"{text}: the clients behind meet operations that the others have given up, and must catch up"
     return f"{text}: a client skipped one, gave one up alone, or was restarted; nothing was done, and all are level now"
 
 

@@ -4,7 +4,7 @@ One use of a barrier's name is a *round*. The rounds of one name share a prefix.
 has ``alone/<name>``, the first barrier of operations ``first/<name>``, and a later barrier of one operation
 ``in/<operation>/<name>``. Below the prefix are these keys:
 
-``open``              the `RoundHeader` of the latest round: its number, who opened it, participants, topic, position
+``open``              the `RoundHeader` of the latest round: its number, its opener, participants, topic, position
 ``<n>/arrived/<i>``   the `Arrival` of client i in round n
 ``<n>/count``         only a hint when to look whether all have arrived
 ``<n>/verdict``       the `Outcome` of round n, written with compare-and-set: the first decision is for all

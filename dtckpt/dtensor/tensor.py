@@ -426,7 +426,7 @@ class DTensor(torch.Tensor):
 def without_memory(what: str) -> OperatorError:
     """Return the error of a function that needs a tensor's memory as one piece."""
     return OperatorError(
-        f"{what}: a DTensor has no memory of its own to hand out; to_local returns a component, full_tensor all "
+        f"{what}: a DTensor itself has no memory to hand out; to_local returns a component, full_tensor all "
         "values, and is_set_to tells whether two tensors are the same memory"
     )
 

@@ -19,7 +19,7 @@ import torch
 
 from dtckpt.comm import torch_private
 
-REASON = "dtckpt runs operators on DTensors itself; torch.compile compiles what is between them"
+REASON = "dtckpt runs operators on DTensors itself; torch.compile compiles the code between them"
 
 _FOLDER = str(Path(__file__).parent)
 

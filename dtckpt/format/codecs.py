@@ -34,8 +34,8 @@ CODECS = (NO_CODEC, "zstd", "blosc")
 def codec_documents(codec: str, itemsize: int, chunk_nbytes: int) -> list[dict[str, Any]]:
     """Return the ``codecs`` of an array's ``zarr.json`` (Zarr v3 specifications of `bytes`, `zstd`, `blosc`).
 
-    A chunk of Blosc tells by itself how it was shuffled, so readers take other settings, too: those of earlier versions
-    of dtckpt, whose chunks a later checkpoint may share.
+    A chunk of Blosc tells by itself how it was shuffled, so readers also take the settings of earlier versions of
+    dtckpt, whose chunks a later checkpoint may share.
 
     Args:
         codec: How chunks are compressed.

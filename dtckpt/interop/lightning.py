@@ -46,8 +46,9 @@ class DtckptCheckpointIO:
 
     Args:
         options: How checkpoints are written; ``overwrite`` is always on.
-        is_async: Whether saves go on in the background. A checkpoint that Lightning removes after a save goes when that
-            save is committed, at the next save or at the end of the run. A save that fails raises its error there.
+        is_async: Whether saves go on in the background. A checkpoint that Lightning removes after a save is deleted
+            when that save is committed, at the next save or at the end of the run. A save that fails raises its error
+            there.
     """
 
     def __init__(self, options: SaveOptions | None = None, *, is_async: bool = False) -> None:

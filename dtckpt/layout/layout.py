@@ -1,4 +1,4 @@
-"""`Layout`: how a tensor lies on a mesh, and the regions, shards and placements that follow from it."""
+"""`Layout`: the distribution of a tensor over a mesh, and the regions, shards and placements that follow from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OPEN_SPECS = (MATCH, "any")
 
 
 class LayoutType(enum.Enum):
-    """Kinds of layouts. The numbers differ from those in protos."""
+    """Kinds of layouts. The numbers differ from the numbers in `protos`."""
 
     STATIC = 1
     SINGLE_DEVICE = 2
@@ -42,7 +42,7 @@ class LayoutType(enum.Enum):
 
 @dataclass(frozen=True, init=False, repr=False, eq=False)
 class Layout:
-    """How a tensor lies on a mesh: one sharding spec per tensor dim, and pending reductions along mesh axes.
+    """The distribution of a tensor over a mesh: a sharding spec per tensor dim, and pending reductions along axes.
 
     Immutable. A dim split by the axes ``("tp", "dp")`` is split by ``tp`` first, and then every piece by ``dp``. An
     axis of size k splits n elements into chunks of ``ceil(n / k)`` elements; the last chunks may be short or empty::
@@ -562,7 +562,7 @@ def _chunk(start: int, stop: int, count: int, index: int) -> tuple[int, int]:
 def _chunk_of(size: int, counts: Sequence[int], indices: Sequence[int]) -> tuple[int, int]:
     """Return start and stop of a chunk of chunks.
 
-    Splits ``range(size)`` into ``counts[0]`` chunks, the one at ``indices[0]`` into ``counts[1]`` chunks, and so on.
+    Splits ``range(size)`` into ``counts[0]`` chunks, the chunk at ``indices[0]`` into ``counts[1]`` chunks, and so on.
     """
     start, stop = 0, size
     for count, index in zip(counts, indices, strict=True):

@@ -391,7 +391,7 @@ def validate_caller(what: str, depth: int = 2) -> None:
 
     Args:
         what: The requested name.
-        depth: How many calls lie between the caller in question and this function.
+        depth: The number of calls between the caller in question and this function.
 
     Raises:
         MeshTypeError: The caller is in these parts.

@@ -13,7 +13,7 @@ A run of an exchange on one client (`BoxTransfer`):
 
     start()   post the first flight of messages      first buffers to receive into, then messages to send
               make local copies, reduce local terms  while messages are in flight
-              post the other flights                 each when the one before is complete
+              post the other flights                 each when the flight before it is complete
     finish()  deliver each message as it arrives     copy it to its output, or reduce it with the last term
               forward                                between this client's own devices
 

@@ -75,7 +75,7 @@ class AttemptRegister:
 
     Args:
         where: The checkpoint's URL.
-        parent: The folder that the checkpoint lies in.
+        parent: The folder that has the checkpoint.
         clock: See `Clock`.
 
     Attributes:
@@ -263,7 +263,7 @@ class ObjectStoreTarget(CommitTarget):
                 )
 
     def _is_copy(self) -> bool:
-        """Whether a checkpoint was copied to the target itself: its manifest then lies in no attempt's folder."""
+        """Whether a checkpoint was copied to the target itself: its manifest is then in no attempt's folder."""
         try:
             self._register.data.read(MANIFEST_NAME, 0, 1)
         except FileNotFoundError:
@@ -413,7 +413,7 @@ class ObjectStoreAttempt(CommitAttempt):
         try:
             register.collect(before=self.token, is_replaced=True, attempts=others.decisions)
         except Exception as error:  # this attempt is committed, whether the old ones can be removed or not
-            logger.warning("what was at %s before could not all be removed: %s", register.where, error)
+            logger.warning("the old checkpoint at %s could not be removed whole: %s", register.where, error)
 
     @override
     def is_taken_over(self) -> bool:

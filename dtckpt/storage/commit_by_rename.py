@@ -323,7 +323,7 @@ def discard(folder: Path, target: Path, *, is_durable: bool = False) -> None:
 
     Args:
         folder: The directory.
-        target: The checkpoint's directory; the trash lies beside it.
+        target: The checkpoint's directory; the trash is beside it.
         is_durable: Whether a power loss must not bring it back.
     """
     # Deleted in place, a checkpoint would be there with some files missing; after the rename no reader finds it. If the

@@ -156,7 +156,7 @@ class LocalFolder(Folder):
     def read_whole(self, name: str, most: int) -> bytes:
         descriptor, nbytes = open_regular(f"{self.path}/{name}")
         try:
-            # The size of the open file: a save may have replaced the one at this path.
+            # The size of the open file: a save may have replaced the file at this path.
             if nbytes > most:
                 raise too_long_error(name, most)
             return _pread(descriptor, 0, nbytes)

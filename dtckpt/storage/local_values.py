@@ -1,4 +1,4 @@
-"""Reads stored chunks that lie in local files, with preadv(2), straight into the caller's memory.
+"""Reads chunks of local files, with preadv(2), straight into the caller's memory.
 
 A caller that reads a value piece by piece finds each piece still in the processor's cache when it digests it, and
 waits for no thread. Nothing here checks the bytes: bytes of a wrong place do not match the digest.

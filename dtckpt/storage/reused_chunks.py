@@ -7,7 +7,7 @@
                  and the merge makes the new root database refer to the same range
 
 To merge such ranges, TensorStore opens the base's root database in the new folder. So the nodes of that database are
-shared, too, and its first file lies in `BASE_FOLDER`, until the merge is done.
+shared, too, and its first file is in `BASE_FOLDER` until the merge is done.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class StoredChunks:
     def find(self, array: StoredArray, index: Sequence[int]) -> FileRange | None:
         """Return the range of a file that holds a chunk. Blocks: on storage.
 
-        None if the chunk is missing, has a size that no such chunk has, or lies in no data file of a client.
+        None if the chunk is missing, has a size that no such chunk has, or is in no data file of a client.
 
         Raises:
             MalformedError: The database is damaged.
@@ -60,7 +60,7 @@ class StoredChunks:
             return None
         if isinstance(stored, bytes) or not least <= (stored.nbytes or 0) <= most:
             return None
-        # No save puts chunks elsewhere. A file of another name may be one that the new checkpoint writes itself.
+        # No save puts chunks elsewhere. The new checkpoint itself may write a file of another name.
         return stored if _DATA_FILE.fullmatch(stored.file) else None
 
     def is_mostly_used(self, file: str, nbytes: int) -> bool:

@@ -46,7 +46,7 @@ def copy_objects(endpoint: str, region: str, pairs: Iterable[tuple[str, str]]) -
     url = endpoint or f"https://s3.{region}.amazonaws.com"
     waiting = iter(pairs)
     while batch := list(islice(waiting, MAX_COPIES)):
-        # The list makes all requests before the first is waited for. A failure leaves none of them under way.
+        # The list makes all requests before the first is waited for. After a failure no request is under way.
         copies = [_Copy(url, region, source, target) for source, target in batch]
         try:
             for copy in copies:

@@ -160,7 +160,7 @@ class BucketFolder(ObjectFolder):
 
     @override
     def write_all(self, files: Mapping[str, bytes]) -> None:
-        # As in `remove`: all requests are made first. A failure leaves none of them under way.
+        # As in `remove`: all requests are made first. After a failure no request is under way.
         writes = [self._open().write(name, data) for name, data in files.items()]
         errors = [write.exception() for write in writes]
         if error := next(filter(None, errors), None):

@@ -99,9 +99,9 @@ async def run(config: ServerConfig, port_file: Path | None = None, parent: int |
 
 def _warn(config: ServerConfig) -> None:
     if config.tls is None:
-        logger.warning("SERVING IN PLAINTEXT: whoever is on the way can read and change what is said")
+        logger.warning("SERVING IN PLAINTEXT: hosts on the way can read and change all messages")
     if config.tokens is None and (config.tls is None or config.tls.client_ca is None):
-        logger.warning("SERVING WITHOUT AUTHENTICATION: whoever reaches the port can take part in any job")
+        logger.warning("SERVING WITHOUT AUTHENTICATION: any process that reaches the port can take part in any job")
 
 
 @click.group(context_settings={"auto_envvar_prefix": "DTCKPT_COORDINATOR", "max_content_width": 110})
@@ -188,7 +188,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     type=_COUNT,
     help="Calls and messages of one owner in a second.",
 )
-@click.option("--reflection", is_flag=True, help="Describe the services to whoever asks (grpcurl).")
+@click.option("--reflection", is_flag=True, help="Describe the services to any client that asks (grpcurl).")
 @click.option("--parent", type=_COUNT, help="Stop when the process of this number is no longer the parent.")
 def serve(
     *,

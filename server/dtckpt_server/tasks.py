@@ -1,4 +1,4 @@
-"""The tasks of one job, by number and by state: who is registered, suspect, lost, has left, or is fenced.
+"""The tasks of one job, by number and by state: registered, suspect, lost, left or fenced.
 
 How a task changes its state::
 

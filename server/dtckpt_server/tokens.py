@@ -2,7 +2,7 @@
 
 A list of tokens is text: one ``JOB TOKEN`` per line, the token without blanks; a job may have several, so that tokens
 can be replaced while jobs run. Two further columns name feeds, as in ``JOB TOKEN reads=policy,critic publishes=actor``.
-The columns hold for the job, whichever of its tokens a call carries. A job reads the feeds of its own jobs, and
+The columns hold for the job, whichever of its tokens a call carries. A token reads the feeds of its jobs, and
 the feeds that ``reads`` names (``*``: all). A feed that any line names under ``publishes`` is opened only by the jobs
 of such lines. Every other feed belongs to the first job that opens it.
 

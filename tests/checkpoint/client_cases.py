@@ -205,7 +205,7 @@ def _state_of(pid: int) -> str:
 
 
 class _DieOnceArrived(FaultyCoordination):
-    """Dies as soon as its arrival at a barrier is stored, while somebody else keeps the barrier open."""
+    """Dies as soon as its arrival at a barrier is stored, while another client keeps the barrier open."""
 
     def __init__(self, inner: Any, at: str, pid_file: Path) -> None:
         super().__init__(inner)
@@ -224,7 +224,7 @@ class _DieOnceArrived(FaultyCoordination):
         wait_until(has_arrived, within_s=WAIT_S)
         scratch = self._pid_file.with_suffix(".part")
         scratch.write_text(str(os.getpid()))
-        scratch.rename(self._pid_file)  # who waits for it must not find it empty
+        scratch.rename(self._pid_file)  # a client that waits for it must not find it empty
         _die()
 
 

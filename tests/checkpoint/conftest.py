@@ -11,7 +11,7 @@ from dtckpt.checkpoint.saving import save_handle
 
 @pytest.fixture(scope="session")
 def coordinator(tmp_path_factory):
-    """Address of a coordinator that runs as a process of its own."""
+    """Address of a coordinator that runs as a separate process."""
     folder = tmp_path_factory.mktemp("coordinator")
     file, log = folder / "port", folder / "log"
     arguments = ["serve", "--insecure", "--port", "0", "--port-file", str(file), "--heartbeat-timeout-s", "2"]
@@ -41,7 +41,7 @@ def meeting(request):
 
 @pytest.fixture(autouse=True)
 def nothing_in_flight():
-    """Leave no save in flight to the next test, nor a failure that nobody looked at."""
+    """Leave no save in flight to the next test, nor a failure that no test has looked at."""
     yield
     if save_handle._latest is not None:
         save_handle._latest.wait(30)

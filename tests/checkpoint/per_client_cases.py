@@ -102,7 +102,7 @@ def go_on(path: str, to: str) -> int:
 
 
 def save_in_groups(path: str) -> int:
-    """Save in groups of two clients, each to a path of its own, and restore by the other group what it saved."""
+    """Save in two groups of two clients, each to another path; each group restores the other group's checkpoint."""
     first = dtckpt.client_id() // 2 * 2
     group = [first + 1, first]
     tree = {key: PerClient(value) for key, value in values_of(dtckpt.client_id()).items()}

@@ -1,4 +1,4 @@
-"""Every kind of bad input gets an error class of its own and a message that says what was got and expected."""
+"""Every kind of bad input gets a separate error class, and a message with the value and the expected value."""
 
 import json
 import os
@@ -357,7 +357,7 @@ def test_a_link_to_nowhere(tmp_path):
 @pytest.mark.processes
 def test_directories_that_may_not_be_read(tmp_path, pool):
     if os.geteuid() != 0:
-        pytest.skip("only root can become somebody else")
+        pytest.skip("only root can become another user")
     folder = tmp_path / "x"
     for name in ("closed/s", "readable/s", "manifest", "data"):
         saved(folder / name, kvstore="zarr")

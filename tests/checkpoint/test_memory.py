@@ -194,7 +194,7 @@ def test_what_is_made_for_a_save_is_written_out_before_it_is_much(
 
 
 class Late:
-    """Does all work only when somebody waits for it."""
+    """Does all work only when a caller waits for it."""
 
     def __init__(self):
         self.waiting = self.most = 0

@@ -42,7 +42,7 @@ def test_parts_of_other_sizes_are_refused_on_every_client(pool, tmp_path):
     assert first.startswith("ComponentError: ")
     assert "got shape (8, 2) float32 and shape (6, 2) float32" in first
     assert "here of shapes (4, 2) and (3, 2), need size=" in first
-    # They are those of torch.chunk: 4 and 3 are, 3 and 4 are not.
+    # Sizes are valid if `torch.chunk` makes them: 4 and 3, but not 3 and 4.
     first, second = pool.values(cases.save_sizes, path, (3, 4), 7, clients=2, group=True)
     assert first == second
     part, got, expected = (0, 3, 4) if "client 0: " in first else (1, 4, 3)  # the client whose vote came first
@@ -171,7 +171,7 @@ def test_stacked_experts_resume_on_any_number_of_clients(pool, tmp_path, is_shar
     path = f"{tmp_path}/s"
     facts = {"is_sharded": is_sharded, "group": True}
     if not is_sharded:
-        ep = 4  # nobody averages gradients, so there is one group only
+        ep = 4  # gradients are not averaged, so there is one group only
         resumes = [(clients, clients) for clients in (4, 2, 1)]
     else:
         ep, resumes = 2, RESUMES

@@ -139,7 +139,7 @@ CONTAINERS = {
 
 
 def text_of(value):
-    """Return a container's text, without that of its sets, whose order differs; those are compared as sets."""
+    """Return a container's text without its sets, whose order differs; they are compared as sets."""
     sets = value["sets"] if isinstance(value, dict) and "sets" in value else []
     return repr({**value, "sets": None} if sets else value), sets
 

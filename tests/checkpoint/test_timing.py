@@ -1,4 +1,5 @@
-"""What saves and restores take, and who is told: reports, handles, the manifest, the log, heartbeats, spans, a bar."""
+"""The time of saves and restores, and all places that show it: reports, handles, the manifest, the log, heartbeats,
+spans, a bar."""
 
 import io
 import itertools
@@ -27,7 +28,7 @@ NBYTES = 3064 * 4
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that goes one second further whenever somebody looks."""
+    """A clock that goes one second further at each look."""
     ticks = itertools.count()
     monkeypatch.setattr(measuring, "monotonic", lambda: float(next(ticks)))
 
@@ -132,7 +133,7 @@ def test_who_is_slow():
     assert str(slow) == (
         "client 2 is slow: its phase 'write' took 9.000 s for 500 B; median of the others: 2.000 s for 100 B"
     )
-    # Of two it is the other one that is the median; the phase that costs the others most is named.
+    # Of two clients the other is the median; the phase that costs the others most is named.
     assert find_slow({0: late, 1: {"write": PhaseCost(1.0), "plan": PhaseCost(50.0)}}).phase == "plan"
 
 
@@ -141,7 +142,7 @@ def test_who_is_slow():
     [
         {0: {"write": PhaseCost(9.0)}},
         {0: {"write": PhaseCost(2.0)}, 1: {"write": PhaseCost(5.0)}},  # not so much slower
-        {0: {"write": PhaseCost(0.1)}, 1: {"write": PhaseCost(0.9)}},  # nobody minds
+        {0: {"write": PhaseCost(0.1)}, 1: {"write": PhaseCost(0.9)}},  # no client fails
         {0: {"barrier": PhaseCost(0.1)}, 1: {"barrier": PhaseCost(99.0)}},  # it waited
         {0: {"write": PhaseCost(0.1)}, 1: {}},
         {},

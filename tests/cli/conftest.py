@@ -53,7 +53,7 @@ COMMAND = [sys.executable, "-W", "error", "-m", "dtckpt.cli.main"]
 
 
 def run_process(*args, program=("-m", "dtckpt.cli.main"), **options):
-    """Run the command as a process of its own, where any warning is an error."""
+    """Run the command as a new process, where any warning is an error."""
     command = [sys.executable, "-W", "error", *program, *map(str, args)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
     return Result(done.returncode, done.stdout, done.stderr)
@@ -67,7 +67,7 @@ def run_on_terminal(*args, cwd=None, **environment):
     settings = {"TERM": "xterm", "COLUMNS": "200", "PAGER": "cat"} | environment
     with subprocess.Popen([*COMMAND, *map(str, args)], env=os.environ | settings, cwd=cwd, **streams) as process:
         os.close(terminal)
-        # The other end fails once nobody has the terminal open.
+        # The other end fails once no process has the terminal open.
         with suppress(OSError):
             while data := os.read(main_end, 1 << 16):
                 shown.append(data)

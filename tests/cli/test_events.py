@@ -59,7 +59,7 @@ def key_in(folder):
 
 
 def lines(root):
-    """Yield arguments that together make every event but those of `status`."""
+    """Yield arguments that together make every event but the events of `status`."""
     step, other = root / "run" / "step_00000001", root / "run" / "step_00000002"
     yield "inspect", "--chunks", step
     yield "verify", step

@@ -1,4 +1,4 @@
-"""The examples of ``inspect``, ``diff`` and ``cat``: those in their help, and those of docs/inspect.md."""
+"""The examples of `inspect`, `diff` and `cat`, in their help and in docs/inspect.md."""
 
 import re
 import shlex

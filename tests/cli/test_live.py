@@ -203,7 +203,7 @@ def test_no_coordinator(run, monkeypatch, unused_address):
 
 @pytest.fixture
 def unused_address():
-    """An address at which nobody listens."""
+    """An address at which no process listens."""
     import socket
 
     with socket.socket() as bound:
@@ -212,7 +212,7 @@ def unused_address():
 
 
 def test_commands_at_one_time(run):
-    """Each is in a job of its own, so none fences another."""
+    """Each command is in a separate job, so none fences another."""
     with connect.as_job_of_command(10.0), dtckpt.open_checkpoint("live://policy"):
         assert run_process("cat", "live://policy", "lr").out == "0.5\n"
         assert run("cat", "live://policy", "lr").out == "0.5\n"

@@ -174,7 +174,7 @@ def test_commands_and_managers_pass_over_files_of_wrong_types(run, sound_root, t
         print(name)  # shown if it fails
         _check_commands(run, root)
         error = None if kind == "tiers" else _check_manager(root)
-        # No save can follow the last number; that is the one text which is no fallback.
+        # No save can follow the last number; no other text here is not a fallback.
         assert error is None or (kind == "lineage" and "('number',): last" in name), error
         if kind == "identity":
             read_identity(root_of(root).folder, str(root))

@@ -211,7 +211,7 @@ def test_interrupt(source, tmp_path):
 
 # --- memory ---------------------------------------------------------------------------------------------------------
 
-# Not ru_maxrss: a child's starts with that of the process that forked it, which may well be the larger one.
+# Not ru_maxrss: a child inherits the value of its parent, which may be larger.
 MEASURED = (
     "import re, sys\n"
     "from dtckpt.cli.main import main\n"
@@ -241,7 +241,7 @@ def test_memory_stays_within_the_bound(tmp_path, kvstore, record_property):
     print(f"peak above the baseline: {peak / 2**20:.0f} MiB")
     record_property("peak_nbytes", peak)
     # Beside the bound: the stored chunk (16 MiB) that is mapped while it is copied, which is page cache but counts
-    # as resident; one that the reader still refers to while it starts the next; threads, code pages and heap.
+    # as resident; a chunk that the reader still refers to while it starts the next; threads, code pages and heap.
     assert peak < (32 + 16 + 16 + 8) << 20
     with dtckpt.open_checkpoint(tmp_path / "new") as new:
         assert torch.equal(new.read("w"), whole)
@@ -251,7 +251,7 @@ def test_memory_stays_within_the_bound(tmp_path, kvstore, record_property):
 @pytest.mark.share(1)
 @pytest.mark.parametrize("codec", [None, "zstd"])
 def test_memory_of_commands_that_read_elements(tmp_path, codec, record_property):
-    """Those of two checkpoints of 96 MiB."""
+    """Memory of commands on two checkpoints of 96 MiB."""
     options = dtckpt.SaveOptions(codec=codec, chunk_nbytes=4 << 20)
     whole = torch.arange(24 << 20, dtype=torch.float32).reshape(6144, 4096)
     for name, tensor in (("a", whole), ("b", whole + 1), ("small", torch.ones(4)), ("small_b", torch.zeros(4))):

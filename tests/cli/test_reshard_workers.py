@@ -182,7 +182,7 @@ def test_chunks_that_a_power_loss_left_incomplete_are_written_again(tmp_path, kv
 
 
 def test_workers_that_differ_do_not_mix(source, tmp_path, tensors):
-    """Another format is another checkpoint: no part of the one is taken for a part of the other."""
+    """Another format is another checkpoint: no part of one checkpoint is taken for a part of the other."""
     target = tmp_path / "new"
     for index in (0, 1):
         work(source, target, index)
@@ -229,7 +229,7 @@ def reshard_until_killed(source, target, index, kvstore, at, pipe):
 @pytest.mark.processes
 @pytest.mark.parametrize(("kvstore", "step"), [("ocdbt", 2), ("zarr", 7)])
 def test_the_last_worker_is_killed_at_any_time(source, tmp_path, tensors, kvstore, step):
-    """What was there stays until all is there; whoever resumes completes it, be it that worker or another."""
+    """What was there stays until all is there; the same worker or another may resume and complete it."""
     begun = tmp_path / "begun"
     begun.mkdir()
     dtckpt.save(begun / "new", {"old": 1})
@@ -274,7 +274,7 @@ def start(source, target, index, *options):
 
 
 def run_worker(index, args):
-    """In a process of its own: run the command as a pod of a Job does."""
+    """In a new process: run the command as a pod of a Job does."""
     os.environ["JOB_COMPLETION_INDEX"] = str(index)
     with contextlib.redirect_stdout(io.StringIO()):
         sys.exit(main(args))

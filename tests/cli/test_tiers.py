@@ -65,7 +65,7 @@ def test_without_one_host(run, root):
 def test_without_a_host_and_its_partner(run, root):
     line = last_line(run, root, "--without", "host1, host3")
     assert "step 10 would come back, from the root" in line
-    assert "lost: nobody has the parts of host1, host3" in run("tiers", root, "--without", "host1,host3").out
+    assert "lost: no host has the parts of host1, host3" in run("tiers", root, "--without", "host1,host3").out
 
 
 def test_json(run, root):

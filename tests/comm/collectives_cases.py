@@ -69,7 +69,7 @@ class Bench:
 
 def exchange(bench: Bench) -> None:
     others = [member for member in bench.members if member != bench.client]
-    # Two of different length to everyone, which arrive in order, with an empty one between them.
+    # Two messages of different length to all clients, which arrive in order, with an empty message between them.
     sends = [(peer, bench.of(bench.client, size, salt=peer)) for peer in others for size in (5, 0, 9)]
     receives = [(peer, bench.buffer(size)) for peer in others for size in (5, 0, 9)]
     bench.collectives.exchange(sends, receives).wait()
@@ -267,8 +267,8 @@ def run(native: str | None, members: Sequence[int] | None = None) -> dict[str, t
     """Run all checks with one implementation over some clients; return what is wrong, and the bits of all results.
 
     Args:
-        native: Device type of `NativeCollectives`; None for `PairwiseCollectives`, "gloo" for those without same-host
-            transport.
+        native: Device type of `NativeCollectives`; None for `PairwiseCollectives`, "gloo" for `PairwiseCollectives`
+            without same-host transport.
         members: The clients that take part; default all.
     """
     client = dtckpt.client_id()

@@ -40,7 +40,7 @@ OBSTACLES = {
     "turned off everywhere": dict.fromkeys(range(3), ("host_id", lambda: bytes(16))),
     "memory that one may not read": {1: ("read_memory", _refuse)},
     "memory that none may read": dict.fromkeys(range(3), ("read_memory", _refuse)),
-    "an address where nobody listens": {1: ("_socket_name", lambda address: b"\0dtckpt-elsewhere-" + address)},
+    "an address where no process listens": {1: ("_socket_name", lambda address: b"\0dtckpt-elsewhere-" + address)},
 }
 """Obstacles to the same-host transport, by client: a name in `point_to_point`, and its replacement."""
 
@@ -141,7 +141,7 @@ def fork_and_end() -> bool:
     dist.barrier()
     if dist.get_rank() == 1:
         if os.fork() == 0:
-            time.sleep(10)  # for as long as it stays; nobody waits for it
+            time.sleep(10)  # for as long as it stays; no client waits for it
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     try:

@@ -37,7 +37,7 @@ def test_what_is_given_up_passes_for_no_message(ends):
     sent.abandon()
     memory.fill_(2)
     received = ends[1].recv(buffer, TAG)
-    with pytest.raises(RuntimeError, match="client 0 has given up what it was sending"):
+    with pytest.raises(RuntimeError, match="client 0 has given up its message"):
         received.wait()
     sent.wait()  # its end of the connection goes on
 
@@ -57,7 +57,7 @@ def test_abandoned_memory_is_not_written_to(ends, nbytes):
 
 
 def test_who_sends_to_a_call_that_has_failed_is_not_left_waiting(ends):
-    """Nobody waits at the receiver's end any more."""
+    """No caller waits at the receiver's end any more."""
     large = bytes_of(1, LARGE)
     ends[1].recv(bytes_of(0, LARGE), TAG).abandon()
     ends[0].send(large, TAG).wait()

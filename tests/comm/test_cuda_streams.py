@@ -30,7 +30,7 @@ class Stream:
 
 @pytest.fixture
 def log(monkeypatch):
-    """What happens to the streams; `torch.cuda.current_stream` is called `current`, the one beside it `side`."""
+    """What happens to the streams; `torch.cuda.current_stream` is called ``current``, the stream beside it ``side``."""
     lines = []
     monkeypatch.setattr("dtckpt.comm.torch_device._stream", lambda _: Stream("side", lines))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("current", lines))

@@ -39,7 +39,7 @@ def test_each_attempt_has_keys_of_its_own_and_a_higher_number():
     store = dist.HashStore()
     assert meet(store, [0, 0, 0]) == [0, 0, 0]
     assert meet(store, [1, 1, 1]) == [1, 1, 1]
-    assert meet(store, [1, 1]) == [2, 2], "another number of clients, and a node that came or went: nobody counts that"
+    assert meet(store, [1, 1]) == [2, 2], "another number of clients, and a node that came or went: no count changes"
     assert meet(store, [0, 3, 1, 0]) == [3, 3, 3, 3], "agents count only what their own processes caused"
     assert meet(store, [0], "another topic") == [0]
 

@@ -65,7 +65,7 @@ def test_a_message_arrives_whole(connection, nbytes, is_posted):
     assert not sent.is_done
     if received is None:
         marker = connection.ends[0].send(message[:1], 6, is_answered=True)
-        connection.ends[1].recv(buffer_like(message[:1]), 6).wait()  # so the one before it has come, too
+        connection.ends[1].recv(buffer_like(message[:1]), 6).wait()  # so the message before it has come, too
         assert marker.is_done
         received = connection.ends[1].recv(buffer, 5)
     received.wait()
@@ -160,7 +160,7 @@ def test_a_sender_is_done_when_its_message_is_received_unless_an_answer_says_so(
     message = numbers(8)
     assert connection.ends[0].send(message, 1, is_answered=True).is_done
     sent = connection.ends[0].send(message, 2)
-    # Client 1 sees that the message has come, but nobody there has asked for it.
+    # Client 1 sees that the message has come, but no call there has asked for it.
     marker = connection.ends[0].send(message, 3, is_answered=True)
     connection.ends[1].recv(buffer_like(message), 3).wait()
     assert marker.is_done
@@ -215,7 +215,7 @@ def test_memory_that_cannot_be_read_is_an_error_of_the_receiver(connection):
 
 
 def test_threads_wait_at_once_each_for_its_own(connection):
-    """The last that is waited for comes first, so whoever looks at the socket serves the others."""
+    """The last that is waited for comes first, so the waiter that looks at the socket serves the others."""
     count = 8
     buffers = [torch.zeros(EAGER_NBYTES + 1, dtype=torch.uint8) for _ in range(count)]
     receives = [connection.ends[1].recv(buffer, tag) for tag, buffer in enumerate(buffers)]
@@ -260,7 +260,7 @@ def test_what_was_offered_passes_for_no_message_when_the_connection_is_closed(co
     connection.engines[0].close()
     message.fill_(7)
     assert sent.error
-    with pytest.raises(RuntimeError, match="client 0 has given up what it was sending"):
+    with pytest.raises(RuntimeError, match="client 0 has given up its message"):
         connection.ends[1].recv(buffer_like(message), 1).wait()
 
 
@@ -284,7 +284,7 @@ def test_who_waits_for_an_acknowledgement_gets_it_although_nobody_waits_at_the_o
 
 
 def test_an_engine_that_ends_sends_what_its_sockets_had_no_room_for(connection, monkeypatch):
-    """Else whoever waits for an acknowledgement hears that the client has ended."""
+    """Else a client that waits for an acknowledgement hears that the client has ended."""
     monkeypatch.setattr(connection.engines[0], "ensure_progress", lambda: None)
     fill_socket(connection)
     large = numbers(EAGER_NBYTES + 1)

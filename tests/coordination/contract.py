@@ -257,7 +257,7 @@ class ManyClientsContract(CoordinationContract):
         assert barrier_rules.grace_s(HEARTBEAT_S) <= late[2].seconds < AT_ONCE_S
 
     def test_nobody_is_late_for_a_round_that_told_of_an_earlier_one(self, clients):
-        """Those who were in the earlier one come for the next, and meet the one that was told."""
+        """Clients of the earlier round come for the next round, and meet the client that was told."""
         together(clients[:2], at("b", timeout_s=0.3))
         same_error(together(clients[2:], at("b")), errors.BarrierTimeoutError, "the others had given up")
         results = together(clients, at("b"))
@@ -295,7 +295,7 @@ class ManyClientsContract(CoordinationContract):
         assert not any(result.error for result in results.values()), results
 
     def test_round_of_an_operation_takes_place_once(self, clients):
-        """Whoever comes late gets its verdict, also by a second call."""
+        """A late client gets its verdict, also by a second call."""
         operations = begin(clients)
         early = together(clients[:1], inside(operations, "save/written", vote=Vote(ok=False, reason="full")))
         for late in (clients[1:], clients[1:], clients[:1]):
@@ -328,7 +328,7 @@ class ManyClientsContract(CoordinationContract):
         assert max(result.seconds for result in results.values()) < AT_ONCE_S
 
     def test_round_does_not_wait_for_others_once_its_client_has_given_it_up(self, clients):
-        """The others, who come a moment later, would else pass it with a client that is not there."""
+        """The others come a moment later, and would else pass it with a client that is not there."""
         given_up = Running(clients[2:], inside(dict.fromkeys(range(3), BEGIN), "save/begin"))
         wait_until(lambda: [barrier.missing for barrier in clients[2].status().barriers] == [(0, 1)])
         calls_of(clients[2].member).leave_operation()

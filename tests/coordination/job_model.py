@@ -2,8 +2,8 @@
 
 The coordinator's rules (`dtckpt_server.rules`) and the clients' comparison of ordinals
 (`dtckpt.coordination.operation_ordinals`) are the real ones. The network, time, and the few lines of a client between
-them (`GrpcCoordination.barrier`, `Collective`, the save protocol) are modelled. Each client writes rows of its own
-step, so a commit that joins two operations is seen at once.
+them (`GrpcCoordination.barrier`, `Collective`, the save protocol) are modelled. Each client writes its step number into
+its rows, so a commit that joins two operations is seen at once.
 
 Everything happens in one thread, in an order that one seed gives.
 """
@@ -60,7 +60,7 @@ class Job:
     Args:
         num_clients: How many there are.
         num_steps: Steps; each is saved.
-        is_lockstep: Whether a step begins when all clients have ended the one before, as if steps had collectives.
+        is_lockstep: Whether a step begins when all clients have ended the step before it, as if steps had collectives.
         gives_step: Whether saves get their step.
         faults: What goes wrong.
         step_s: About how long a step takes.

@@ -41,7 +41,7 @@ class HaltingCoordination:
         return getattr(self._inner, name)
 
     def _pass(self, place: Halt) -> None:
-        # A client that is killed or frozen here is one that the others wait for: without heartbeats, for ever; and if
+        # The others wait for a client that is killed or frozen here: without heartbeats, for ever; and if
         # it could come back unnoticed, it would write into a checkpoint that the others have given up.
         if place == self.halt:
             self._pipe.send("halted")
@@ -97,7 +97,7 @@ def _save(path: str, timeout_s: float = 40.0, *, devices: int = 1, size: int = N
 
 
 def _save_unevenly(path: str) -> str:
-    """Save what is split so that clients share chunks: the one kind of save that has a barrier ``save/edges``."""
+    """Save what is split so that clients share chunks: the only kind of save that has a barrier ``save/edges``."""
     return _save(path, devices=2, size=UNEVEN_SIZE)
 
 
@@ -217,7 +217,7 @@ class Proxy:
                     continue
                 try:
                     far = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:  # nobody is there
+                except OSError:  # no client is there
                     near.close()
                     continue
                 self._sockets += [near, far]

@@ -79,7 +79,7 @@ def test_all_leave_a_coordinator_that_one_cannot_reach(caplog):
 
 @pytest.mark.parametrize("collect", [True, False])
 def test_verdict_that_one_was_not_told_is_at_the_store(collect):
-    """The last one arrived, and everyone else was let through."""
+    """The last client arrived, and all others were let through."""
     with cut_off_clients(2) as (clients, network):
         clients[1]._primary.give_up_s = 20.0
         waiting = Running(clients[1:], lambda c: c.barrier("b", Vote(payload=b"last"), timeout_s=20, collect=collect))
@@ -243,7 +243,7 @@ def saving(path):
 
 @pytest.mark.processes
 def test_saves_go_on_when_the_coordinator_is_gone_for_good(tmp_path):
-    """Also the one that is under way."""
+    """Also the call that is under way."""
     with saving(tmp_path / "first") as (server, _, crew):
         server.kill()
         crew.release(LATE)

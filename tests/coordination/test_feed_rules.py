@@ -1,4 +1,4 @@
-"""The rules of feeds without a coordinator, as a publisher may run them for its readers, with a clock of our own."""
+"""The rules of feeds without a coordinator, as a publisher may run them for its readers; the test sets the clock."""
 
 import time
 from dataclasses import replace

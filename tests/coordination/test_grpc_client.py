@@ -140,7 +140,7 @@ def test_number_of_clients_must_agree(port):
 
 
 def test_slow_handshake_comes_to_its_end(port):
-    """The first connection is the one that is used, however long the coordinator takes to answer there."""
+    """The client uses the first connection, however long the coordinator takes to answer there."""
     with proxy(port) as network:
         network.flowing.clear()
         member = Member("slow", 0, 1, 1)
@@ -454,7 +454,7 @@ os._exit(0 if code == 0 else 1)
 
 @pytest.mark.processes
 def test_fork_while_another_thread_connects():
-    """The child does not wait for a lock that nobody will let go of."""
+    """The child does not wait for a lock that no thread will release."""
     subprocess.run([sys.executable, "-c", FORK_WHILE_CONNECTING], timeout=60, check=True)
 
 

@@ -185,7 +185,7 @@ def random_history(seed):
         raises=tuple(draw.sample(places, draw.choice([0, 1]))),
         interrupts=tuple(draw.sample(places, draw.choice([0, 0, 1]))) if may_skip else (),
     )
-    if not is_lockstep:  # who runs ahead while a client is cut off has steps left when it is back
+    if not is_lockstep:  # a client that runs ahead while another is cut off has steps left when that is back
         training = replace(training, num_steps=30 + round(LONGEST_CUT_S / training.step_s))
     faults = {}
     if not at_store and draw.random() < 0.5:

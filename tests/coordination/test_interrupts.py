@@ -1,4 +1,4 @@
-"""Ctrl-C while a client waits in the first round of a save: its call goes on in a thread of its own."""
+"""Ctrl-C while a client waits in the first round of a save: its call goes on in a separate thread."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def clients_at(port, num_clients, job, job_name="", first_incarnation=1):
 
 
 def ask_for_tasks(environment, connection):
-    """In a process of its own: join the job, and send what this client knows of it."""
+    """In a new process: join the job, and send the facts that this client knows about it."""
     os.environ.update(environment)
     dtckpt.initialize_multi_client()
     current_coordination().barrier("everyone is there", timeout_s=60)
@@ -91,7 +91,7 @@ def test_next_attempt_may_have_another_name(port):
 
 
 def test_equal_jobs_are_refused_not_mixed(port):
-    """Two jobs that nobody told apart: of equal size, and of another one."""
+    """Two jobs without different names: of equal size, and of another size."""
     one, same = clients_at(port, 2, "none"), clients_at(port, 2, "none", first_incarnation=100)
     larger = clients_at(port, 3, "none", first_incarnation=200)
     together(one, lambda client: client.register())

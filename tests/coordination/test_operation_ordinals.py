@@ -19,7 +19,7 @@ from dtckpt.coordination.operation_ordinals import (
 )
 
 LEVEL = "a client skipped one, gave one up alone, or was restarted; nothing was done, and all are level now"
-BEHIND = "those who are behind come to what the others have given up, and have to catch up"
+BEHIND = "the clients behind meet operations that the others have given up, and must catch up"
 
 
 def numbers(*given: int, **options: bool | int) -> dict[int, Ordinal]:
@@ -271,7 +271,7 @@ def test_client_that_was_cut_off_and_skipped_costs_two_failures():
 
 
 def test_waiting_that_was_short_was_not_in_vain():
-    """Who is behind may just be slow."""
+    """A client that is behind may just be slow."""
     clients = Clients(2)
     clients.give_up(1)
     clients.skip(0)
@@ -309,7 +309,7 @@ def test_clients_that_heard_at_a_later_try_are_cut_off():
 
 
 def test_chase_with_steps():
-    """The one that is behind fails at its steps, while the others wait, until it has come to theirs."""
+    """The client that is behind fails at its steps, while the others wait, until it has come to their step."""
     clients = Clients(2)
     assert clients.meet(1, 1) == ["", ""]
     expected = f"client 1 is at step 2, the others at step 5: {LEVEL}"

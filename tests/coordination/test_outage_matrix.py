@@ -41,7 +41,7 @@ class Scene:
 
     @property
     def is_last(self):
-        """Whether nothing is left to do for those who are not halted."""
+        """Whether all clients that are not halted have ended."""
         return self.moment == "after" and self.barrier == BARRIERS[-1]
 
     @property
@@ -125,7 +125,7 @@ class Stage(ExitStack):
             scene.all_saved()
 
     def coordinator_is_frozen(self):
-        """For longer than the timeout; time in which it did not listen is not held against anyone."""
+        """For longer than the timeout; time in which it did not listen is not held against any client."""
         with stopped(self.server.process.pid):
             time.sleep(1.5 * HEARTBEAT_S)  # for this long it is frozen
         for scene in self.scenes:
@@ -169,6 +169,6 @@ def test_outages_at(barrier, tmp_path):
         ):
             stage.begin(victim)
             outage()
-        stage.start_jobs("second")  # nobody of the first may be missing
+        stage.start_jobs("second")  # no client of the first may be missing
         stage.begin(LEADER)
         stage.client_is_killed()

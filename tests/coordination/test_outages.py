@@ -52,7 +52,7 @@ def halted_in(moment):
 
 
 def status(server, job="job"):
-    """Return the job as the coordinator shows it to someone who is no client."""
+    """Return the job as the coordinator shows it to a caller that is no client."""
     observer = GrpcCoordination(f"127.0.0.1:{server.port}", Member(job, 0, NUM_CLIENTS, 1))
     try:
         return observer.status()

@@ -133,7 +133,7 @@ def test_heartbeat_missing(job):
 
 
 def test_heartbeats_but_no_progress(raw, clients):
-    """Who beats and does nothing is not lost, and is shown with what it does and since when."""
+    """A client that sends heartbeats and does nothing is not lost; the page shows its operation, and since when."""
     raw.register(2)
     done = {"phase": "restore/read", "step": 12, "bytes_done": 41, "bytes_total": 100}
     raw.beat(2, **done)
@@ -162,7 +162,7 @@ def test_client_restarts_while_the_old_one_is_connected(port, job, raw, clients)
     wait_until(lambda: clients[0].status().barriers)
     with pytest.raises(errors.FencedError, match="is another live process"):
         client_at(port, job, 0).register()
-    assert clients[0].status().barriers, "the refused one disturbs nobody"
+    assert clients[0].status().barriers, "the refused call disturbs no client"
     reborn = client_at(port, job, 0, attempt=1)
     reborn.register()
     same_error(waiting.results(), errors.FencedError, f"barrier 'b': attempt 1 of job '{job}' has begun")
@@ -223,7 +223,7 @@ def test_client_dies_inside_a_barrier(raw, clients):
 
 
 def test_connection_breaks_inside_a_barrier(port, job, raw, clients):
-    """The arrival stays; whoever comes back in time waits on."""
+    """The arrival stays; a client that comes back in time waits on."""
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=(("grpc.use_local_subchannel_pool", 1),)) as channel:
         first = Raw(channel, job)
         first.register(2)
@@ -237,7 +237,7 @@ def test_connection_breaks_inside_a_barrier(port, job, raw, clients):
 
 
 def test_barrier_times_out(clients):
-    """Everyone gets the same verdict: who arrived, who is missing, and what those did last."""
+    """All clients get the same verdict: clients that arrived, clients that are missing, and their last operations."""
     clients[2].register()
     clients[2].heartbeat(Progress("train", 7))
     wait_until(lambda: clients[0].status().tasks[2].progress.step == 7)
@@ -247,7 +247,7 @@ def test_barrier_times_out(clients):
 
 
 def test_participants_conflict(clients):
-    """Everyone who waits gets the difference, at once."""
+    """All waiting clients get the difference, at once."""
     one = Running(clients[:1], at("b", participants=[0, 1]))
     wait_until(lambda: clients[0].status().barriers)
     other = together(clients[2:], at("b", participants=[1, 2]))
@@ -256,7 +256,7 @@ def test_participants_conflict(clients):
 
 
 def test_caller_is_no_participant(raw, clients):
-    """The stranger is refused; nobody else notices."""
+    """The stranger is refused; the others do not notice."""
     waiting = Running(clients[:1], at("b", participants=[0, 1]))
     wait_until(lambda: clients[0].status().barriers)
     raw.register(2)
@@ -331,7 +331,7 @@ def test_operations_wait_for_each_other(raw):
 
 
 def test_coordinator_restarts(job):
-    """Whoever is inside a barrier registers and arrives again by itself; nobody is lost by the restart."""
+    """A client inside a barrier registers and arrives again by itself; no client is lost by the restart."""
     with server_in_thread() as port:
         clients = [client_at(port, job, client) for client in range(NUM_CLIENTS)]
         waiting = Running(clients[:2], at("b"))
@@ -412,7 +412,7 @@ def test_one_task_leaves_early(clients):
 
 
 def test_unknown_task_or_wrong_number_of_clients(port, job, raw, clients):
-    """Refused for the caller, and nobody else notices."""
+    """Refused for the caller, and the others do not notice."""
     waiting = Running(clients[:2], at("b"))
     wait_until(lambda: [barrier.missing for barrier in clients[0].status().barriers] == [(2,)])
     assert raw.refusal(raw.arrive, 2)[0] == CODES.NOT_FOUND

@@ -48,8 +48,8 @@ class StoreContract(ManyClientsContract):
 class ReusedConnections:
     """A TCPStore whose clones are connections made in advance.
 
-    A TCPStore asks the name server for the name of every peer, in the one thread that serves all; each answer that gets
-    lost holds everyone for seconds. A job opens a few connections, once; these tests would open hundreds.
+    A TCPStore asks the name server for the name of every peer, in the only thread that serves all; each answer that
+    gets lost holds all clients for seconds. A job opens a few connections, once; these tests would open hundreds.
     """
 
     def __init__(self, store, num_connections):
@@ -122,7 +122,7 @@ def test_restarted_client_meets_the_others_whatever_has_been_forgotten():
 
 
 def test_silent_store_is_reported(monkeypatch):
-    """A store that never answers must not hang its clients: neither those that wait nor those that begin."""
+    """A store that never answers must not hang its clients: neither clients that wait nor clients that begin."""
     store = dist.HashStore()
     (first, second) = clients_at(store, 2, "job", host_client=0)
     second.register()

@@ -30,7 +30,7 @@ class Training:
         num_steps: Steps; each client saves at each.
         where: ``one path``, ``a path each``, ``manager``.
         is_async: Whether saves go on in the background.
-        gives_step: Whether saves get the step; those of a manager always do.
+        gives_step: Whether saves get the step; a manager's saves always do.
         is_lockstep: Whether clients wait for each other at the end of each step, as at a collective.
         step_s: What a step takes.
         skips: (client, step) where a client does not call save.

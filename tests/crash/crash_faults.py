@@ -36,7 +36,7 @@ def faults_in(operations: Sequence[Operation], kinds: Sequence[str]) -> Iterator
 
 
 def run_each_in_a_folder(parent: Path, tried: Sequence[T], run: Callable[[Path, T], R]) -> list[R]:
-    """Return ``run(folder, case)`` of all cases, each with an empty folder of its own, some at a time."""
+    """Return ``run(folder, case)`` of all cases, each with a new empty folder, some at a time."""
 
     def run_in(number: int, case: T) -> R:
         folder = parent / f"case-{number}"

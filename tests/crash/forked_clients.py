@@ -1,6 +1,6 @@
 """Client processes for the crash tests: forked in milliseconds, their file operations recorded and made to fail.
 
-A process of its own, the nursery, imports everything once and uses nothing of it. Every client is forked from it, so it
+A separate process, the nursery, imports everything once and uses nothing of it. Every client is forked from it, so it
 costs milliseconds and may be killed; the nursery supervises its system calls (see `seccomp`). One test process may have
 many jobs under way at once.
 """
@@ -194,7 +194,7 @@ class Nursery:
                 if job := self._jobs.get(number):
                     job.events.put(tuple(event))
         except (EOFError, OSError):
-            pass  # the end, or the nursery died: whoever waits for it runs into a timeout
+            pass  # the end, or the nursery died: a process that waits for it runs into a timeout
 
 
 # --- in the nursery -------------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class Disk:
         self._root = _read(folder)
 
     def apply(self, operation: Operation) -> None:
-        """Apply a system call; one that cannot succeed changes nothing."""
+        """Apply a system call; a call that cannot succeed changes nothing."""
         parents = [self._parent_of(path) for path in operation.paths]
         if None in parents:
             return  # the file was removed, or its folder is not there

@@ -120,7 +120,7 @@ class Call:
 
     @cached_property
     def paths(self) -> list[str]:
-        """The paths of its files: absolute, links not followed; that of a removed file ends in ``(deleted)``."""
+        """The paths of its files: absolute, links not followed; the path of a removed file ends in ``(deleted)``."""
         arguments = self.arguments
         match self.name:
             case "rename" | "link":

@@ -14,7 +14,7 @@ DISK_NBYTES = 1 << 20
 
 @pytest.fixture(scope="module")
 def disk(tmp_path_factory):
-    """A small file system, and clients that see it; nobody else does."""
+    """A small file system, which only its clients see."""
     folder = str(tmp_path_factory.mktemp("disk"))
     if reason := mounts.reason_unsupported(folder):
         pytest.skip(f"may not mount a file system: {reason}")

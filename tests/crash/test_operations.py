@@ -112,7 +112,7 @@ def error_of_all(answers, fault, struck, where):
     assert [answer.has_died for answer in answers] == [is_deadly and fault.client == at for at in range(len(answers))]
     living = [answer for answer in answers if not answer.has_died]
     assert len({(answer.error, answer.text) for answer in living}) <= 1, where
-    error = living[0].error if living else "nobody is left"
+    error = living[0].error if living else "no client is left"
     if struck is None or fault.kind == "short":
         # Threads that come in another order may make a save some operations shorter than the recorded one.
         assert not error, where

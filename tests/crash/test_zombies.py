@@ -27,7 +27,7 @@ FEWEST_OPERATIONS = 90
 
 
 @pytest.mark.share(1, of="crashes")
-@pytest.mark.parametrize("is_replaced", [False, True], ids=["nobody else saved", "a later attempt saved"])
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["no other client saved", "a later attempt saved"])
 @pytest.mark.parametrize("kvstore", ["ocdbt", "zarr"])
 def test_a_frozen_client_comes_back_too_late(nursery, tmp_path, kvstore, is_replaced):
     options = {"kvstore": kvstore, "clients": 2}
@@ -78,7 +78,7 @@ def frozen_save(nursery, folder, fault, *, is_replaced, **options):
     zombie = job.finish()[fault.client]
     where += f"; afterwards {zombie}"
     assert zombie.error in ("ClientLostError", "StorageError"), where
-    # If nobody saved meanwhile, a leader may still put the new checkpoint in place, whole; nothing else may change.
+    # If no client saved meanwhile, a leader may still put the new checkpoint in place, whole; nothing else may change.
     allowed = {before} if is_replaced or fault.client != 0 else {before, "frozen"}
     assert crash_cases.generation_at(path) in allowed, where
     nursery.values(crash_cases.save, path, "next", **options)
@@ -158,7 +158,8 @@ def test_saves_under_random_kills(nursery, tmp_path):
 
 
 def killed_saves(nursery, folder, seed):
-    """Save again and again, while clients are killed: nothing is lost, and who was killed is named; return how many."""
+    """Save again and again, while clients are killed: nothing is lost, and errors name the killed clients; return how
+    many."""
     draw, path, current, num_killed = random.Random(seed), str(folder / "s"), None, 0
     for number in range(SAVES):
         options = {"kvstore": draw.choice(["ocdbt", "zarr"]), "chunk_nbytes": 1 << 15}

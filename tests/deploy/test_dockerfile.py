@@ -33,7 +33,7 @@ READ_ONLY = (
     'mount -o remount,bind,ro / && exec "$@"',
     "sh",
 )
-"""Runs a command on a root that nobody may write to."""
+"""Runs a command on a root that no process may write to."""
 
 
 def names_of(requirements):

@@ -57,7 +57,7 @@ def communications_of_steps() -> list[list[str]]:
         lambda: DTensor.from_local(plain.clone().requires_grad_(), mesh, [Partial()]),
         lambda: doubled(row, row),
         lambda: dtckpt.pack([torch.ones(5)], dtckpt.Layout(["x"], mesh)),
-        # The components are like those of the very first call, but what they are computed from is new.
+        # The components are as in the very first call, but their inputs are new.
         lambda: checked(row, row),
         # Agreed on by the very first call, for other tensors.
         lambda: dtckpt.pack([plain], row.layout),

@@ -29,7 +29,7 @@ def on_devices() -> dict[str, Placed]:
 
 
 def on_clients() -> dict[str, Placed]:
-    """Return the places of parameters on meshes of four clients: none of them may have all."""
+    """Return the places of parameters on meshes of four clients: maybe no client has all parameters."""
     line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     first, last, middle = (DeviceMesh("cpu", ranks) for ranks in ([0, 1], [2, 3], [1, 2]))
     return {
@@ -58,7 +58,7 @@ def parameters(placed: Placed) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 def differing(ours: Sequence[Any], plain: Sequence[Any], what: str) -> list[str]:
-    """Return a line if tensors differ; each client looks at those that it has a part of."""
+    """Return a line if tensors differ; each client looks at tensors that it has a part of."""
     for one, other in zip(ours, plain, strict=True):
         if isinstance(one, DTensor):
             whole = one.detach().full_tensor()
@@ -71,7 +71,7 @@ def differing(ours: Sequence[Any], plain: Sequence[Any], what: str) -> list[str]
 
 
 def faults_of_norms(foreach: bool | None) -> list[str]:
-    """Return how norms and clipped gradients differ from those of plain parameters."""
+    """Return how norms and clipped gradients differ from the same on plain parameters."""
     faults = []
     for name, placed in places().items():
         for order in ORDERS:
@@ -110,7 +110,7 @@ def texts_of_infinite_norms() -> list[str]:
 
 
 def faults_of_lbfgs(line_search: str | None) -> list[str]:
-    """Return how losses and parameters after steps of LBFGS differ from those of plain parameters."""
+    """Return how losses and parameters after steps of LBFGS differ from the same on plain parameters."""
     faults = []
     for name, placed in places().items():
         both = parameters(placed)

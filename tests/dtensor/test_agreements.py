@@ -40,7 +40,7 @@ def test_shape_that_is_new_on_one_client_is_noticed_by_all(pool):
 
 
 def test_shapes_that_all_clients_know_from_different_steps_are_noticed(pool):
-    """Each client takes something for granted, so nobody asks, and the messages look alike."""
+    """Each client takes something for granted, so no client asks, and the messages look alike."""
     found = means(pool, [[4, 3, 4, 4], [4, 3, 3, 3]])
     assert found[0] == found[1]
     first, second, (kind, text), last = found[0]
@@ -63,7 +63,7 @@ def test_error_of_one_client_reaches_all(pool, before):
 
 
 def test_client_that_calls_from_local_alone_is_noticed(pool):
-    """Nobody has taken anything for granted."""
+    """No client has taken anything for granted."""
     for kind, text in pool.values(agreement_cases.one_asks_while_others_redistribute, clients=2, group=True):
         assert kind == "LayoutError"
         assert "client 1: an agreement on the arguments of from_local/pack" in text

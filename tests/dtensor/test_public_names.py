@@ -1,4 +1,4 @@
-"""The names that `dtckpt.dtensor` shows are those that it promises, and `docs/names.md` says how they differ."""
+"""`dtckpt.dtensor` shows the names that it promises, and docs/names.md says how they differ."""
 
 import importlib
 from pathlib import Path
@@ -38,7 +38,7 @@ def test_the_page_says_what_is_so():
     )
 
 
-@needs_newer_torch("names and arguments are those of 2.13")
+@needs_newer_torch("the list has the names and arguments of 2.13")
 def test_names_and_arguments_that_differ_have_a_reason():
     found = list(public_names.names())
     assert [name.path for name in found if name.verdict != WORKS and not name.why] == []

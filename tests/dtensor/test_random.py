@@ -1,4 +1,4 @@
-"""Random numbers by element: whatever part is made, on whatever device, they are those of the whole tensor."""
+"""Random numbers by element: each part, on any device, has the numbers of the whole tensor."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_strides_and_offsets_come_back(way):
 
 
 def test_files_keep_memory_that_components_share():
-    """A view whose values had to move becomes a tensor of its own."""
+    """A view whose values had to move becomes a separate tensor."""
     tensor = placed(Layout([UNSHARDED, "x"], MESH))
     turned, columns, source = by_torch([tensor.T, tensor[:, 1:], tensor])
     source.add_(1)

@@ -41,7 +41,7 @@ def advance(state: dict[str, object], step: int) -> None:
 
 
 def host_tier(tier: Path) -> dtckpt.LocalTier:
-    """Return the local tier of this client, which is a host of its own."""
+    """Return the local tier of this client, which counts as a separate host."""
     host = f"host{dtckpt.client_id()}"
     return dtckpt.LocalTier(path=tier / host, host=host, every_steps=1, timeout_s=10.0)
 

@@ -24,7 +24,7 @@ KILLS, PARTS = (10, 2) if IS_ALL else (1, 1)
 STEPS = 60 + 5 * KILLS
 CLIENTS = 3 if IS_ALL else 2
 SOON_LOST = {"DTCKPT_HEARTBEAT_TIMEOUT_S": "5"}
-"""Nobody tells the survivors of a node that it has gone, so they wait that long for its clients."""
+"""The survivors of a node are not told that it has gone, so they wait that long for its clients."""
 
 
 def validate_values(folder, tmp_path):

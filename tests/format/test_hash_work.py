@@ -1,4 +1,4 @@
-"""Keys of untrusted files: those that take a dict or a set quadratic time are refused, and no honest ones are."""
+"""Keys of untrusted files: keys that take a dict or a set quadratic time are refused, and no honest keys are."""
 
 import random
 import time

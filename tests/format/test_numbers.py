@@ -13,7 +13,7 @@ FLOATS = sorted(name for name in DTYPES if name.startswith(("float", "bfloat")) 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_floats_keep_their_values(dtype):
-    """Those of PyTorch, which knows all of them but knows nothing of ml_dtypes."""
+    """PyTorch has all of these dtypes, and does not use ml_dtypes."""
     tensor = tensor_of("numbers", (64,), dtype)
     elements = np.frombuffer(tensor.view(torch.uint8).numpy().tobytes(), DTYPES[dtype])
     np.testing.assert_array_equal(numbers_of(elements, dtype).astype(np.float64), tensor.double().numpy())

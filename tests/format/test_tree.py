@@ -183,7 +183,7 @@ class Wrapped(TwoTensor):
 
 
 class Rows(list):
-    """A list of its own."""
+    """A subclass of list."""
 
 
 class Color(enum.IntEnum):

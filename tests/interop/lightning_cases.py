@@ -21,7 +21,7 @@ ROWS = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 
 
 class Module(pl.LightningModule):
-    """A model with a metric, hyperparameters, and state of its own."""
+    """A model with a metric, hyperparameters, and other state."""
 
     def __init__(self, width: int = 8, is_sharded: bool = False, is_plugged: bool = True) -> None:
         super().__init__()

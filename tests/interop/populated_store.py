@@ -20,7 +20,7 @@ from dtckpt.interop import CheckpointStore
 
 
 class PopulatedStore(CheckpointStore):
-    """A store whose writes save its checkpoint anew; reads are those of every store."""
+    """A store whose writes save its checkpoint anew; reads are as in every store."""
 
     def __init__(self, path: Any, *, read_only: bool = True) -> None:
         super().__init__(path, read_only=read_only)

@@ -1,4 +1,4 @@
-"""Client processes that share imports of their own: the server of all tests does not need the large frameworks.
+"""Client processes that share more imports: the server of all tests does not need the large frameworks.
 
 ::
 
@@ -32,7 +32,7 @@ class ForkedProcess:
     name: str
 
     def is_alive(self) -> bool:
-        """Whether it runs; the nursery reaps those that have ended."""
+        """Whether it runs; the nursery reaps clients that have ended."""
         return Path(f"/proc/{self.pid}").exists()
 
     def join(self, timeout_s: float) -> None:
@@ -47,7 +47,8 @@ class PreloadedPool(Pool):
 
     Args:
         modules: Names of the modules.
-        clients: How many such clients there are; further ones, and those that replace others, import by themselves.
+        clients: How many such clients there are; further clients, and clients that replace others, import by
+        themselves.
     """
 
     def __init__(self, modules: Sequence[str], clients: int) -> None:

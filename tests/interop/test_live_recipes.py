@@ -29,7 +29,7 @@ def recipe(title, **names):
 
 @pytest.fixture(autouse=True)
 def one_client(monkeypatch, tmp_path):
-    """This process is the one client of a job; it publishes and reads."""
+    """This process is the only client of a job; it publishes and reads."""
     for name in [name for name in os.environ if name.startswith(("DTCKPT_", "MASTER_", "PET_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("DTCKPT_LIVE_FOLDER", str(tmp_path))
@@ -44,7 +44,7 @@ def weights_of(step):
 
 
 class Engine:
-    """Loads weights as engines do: by name, into parameters of its own."""
+    """Loads weights as engines do: by name, into its parameters."""
 
     def __init__(self):
         self.calls, self.weights = [], {name: torch.zeros_like(each) for name, each in weights_of(0).items()}

@@ -176,7 +176,7 @@ def test_copies_that_are_not_the_live_parameter_are_loaded_whole():
 
 @pytest.fixture
 def coordinator(monkeypatch, tmp_path):
-    """A coordinator; this process is the one client of the trainer's job."""
+    """A coordinator; this process is the only client of the trainer's job."""
     for name in [name for name in os.environ if name.startswith(("DTCKPT_", "MASTER_", "PET_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("DTCKPT_LIVE_FOLDER", str(tmp_path))

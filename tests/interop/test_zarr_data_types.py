@@ -36,7 +36,7 @@ def test_zarr_python_and_tensorstore_read_what_the_other_wrote(tmp_path, name, z
     driver = {2: "zarr", 3: "zarr3"}[zarr_format]
     whole = elements(name)
     group = zarr.open_group(tmp_path, mode="w", zarr_format=zarr_format)
-    # The compressors of version 2 get arrays, and refuse those of dtypes that are not numpy's own.
+    # The compressors of version 2 get arrays, and refuse arrays whose dtypes are not numpy's.
     group.create_array("ours", data=whole, chunks=(4, 2), compressors=None if zarr_format == 2 else "auto")
     other = {"driver": driver, "kvstore": f"file://{tmp_path}/theirs"}
     ts.open(other, create=True, dtype=whole.dtype, shape=whole.shape).result().write(whole).result()

@@ -27,7 +27,7 @@ LARGE = (torch.arange(600 * 500) % 1000).float().reshape(600, 500)  # 1.1 MiB: s
 TREE = {
     "layer": {"w": packed(LARGE, Layout([("y", "x"), "unsharded"], MESH)), "w/m": torch.arange(7) - 3},
     "dtypes": {name: tensor_of(name, (5, 3), name) for name in DTYPES},
-    "é c": {"c": {"0": torch.tensor(12)}},  # segments that look like those of chunks
+    "é c": {"c": {"0": torch.tensor(12)}},  # segments that look like segments of chunks
     "none": torch.zeros(0, 3),
     "zeros": torch.zeros(40, 40),
     "n": 5,
@@ -80,7 +80,7 @@ def test_every_tensor_whatever_the_storage(tmp_path, kvstore, codec):
 def test_checkpoints_of_earlier_versions(era, kvstore):
     path = FOLDER / era / kvstore
     assert_reads(dtckpt.zarr_store(path), path)
-    # Their zarr.json have no names of dims; those of the store have.
+    # The stored ``zarr.json`` have no names of dims; the store adds them.
     assert xarray.open_zarr(dtckpt.zarr_store(path), group="model")["w"].dims == ("model:w:0", "model:w:1")
 
 

@@ -20,7 +20,7 @@ def anyio_backend():
 
 
 class TestCheckpointStore(StoreTests[PopulatedStore, cpu.Buffer]):
-    """The suite as it is, but for tests of writing, which the store refuses; those that only fill a store remain."""
+    """The suite as it is, but for tests of writing, which the store refuses; tests that only fill a store remain."""
 
     store_cls = PopulatedStore
     buffer_cls = cpu.Buffer

@@ -37,7 +37,7 @@ def error_of(call):
 
 
 def members_with_different_numbers_of_groups():
-    """Client 0 makes three groups before the one with client 3, which has tensors none."""
+    """Client 0 makes three groups before the group with client 3, which has no tensors."""
     sums = []
     for members in ([0, 1], [0, 2], [0, 1, 2], [3, 0]):
         if dist.get_rank() in members:
@@ -133,7 +133,7 @@ def errors_of_bad_meshes():
 
 
 def make_the_default_group(port):
-    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 serves the store, and nobody has met there before
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # rank 0 serves the store, which no client has used yet
     os.environ["MASTER_PORT"] = str(port)
     mesh = init_device_mesh("cpu", (2,))
     return dist.get_backend(), sum_over(mesh.get_group()), mesh.clients
@@ -179,7 +179,7 @@ def pytorch_meshes_are_accepted():
     from dtckpt import DTensor, Replicate, Shard, run_on
     from dtckpt.dtensor import distribute_module, distribute_tensor, full, ones, rand
 
-    # Names of its own: layouts that were kept in an earlier case would bring that case's mesh.
+    # New names: layouts that were kept in an earlier case would bring that case's mesh.
     theirs = init_torch_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
     ours, rows = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns")), [Shard(0), Replicate()]
     meshes = []

@@ -90,7 +90,7 @@ def test_environment_is_an_argument():
     [({}, (3, 4)), ({"WORLD_SIZE": "4", "LOCAL_RANK": "3"}, (3, 4)), (torchrun(1, 2, 1, 2), (1, 2))],
 )
 def test_launchers_that_do_not_set_the_variables_of_torchrun(environment, variables, position):
-    """Lightning's own launcher sets one of them, that of SLURM none; the program makes a process group."""
+    """Lightning's launcher sets one of the variables, SLURM's launcher none; the program makes a process group."""
     environment(variables)
     dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
     try:

@@ -31,7 +31,7 @@ def test_groups_are_made_once(pool):
 
 def test_adopted_meshes_do_not_keep_earlier_default_groups(pool):
     (seen,) = pool.values(mesh_cases.threads_after_default_groups, clients=1)
-    # Groups that were kept would have a thread each; the thread of one that has just ended may still be there.
+    # Groups that were kept would have a thread each; the thread of a group that has just ended may still be there.
     assert seen[-1] - seen[0] <= 1, seen
 
 

@@ -26,7 +26,7 @@ def test_every_client_has_the_same_regions_on_the_root(axes, count, client, is_f
     found = root_layout(layout)
     assert found.mesh.axis_sizes == AXES
     assert found.region(client, shape) == own_region(layout, shape)
-    # The other slices hold what this one does: the root's regions are those of the slice, once for each slice.
+    # The other slices hold the same: the root has the slice's regions, once for each slice.
     regions = sorted(str(layout.region(device, shape)) for device in mesh.device_ids)
     assert sorted(str(found.region(device, shape)) for device in range(12)) == sorted(regions * (12 // mesh.size()))
 

@@ -121,7 +121,7 @@ def drop_results() -> list[bool]:
 
 
 def change_sources_afterwards() -> list[bool]:
-    """Write to the source when its redistribution is complete here: nobody's result changes."""
+    """Write to the source when its redistribution is complete here: no client's result changes."""
     mesh = _everyone()
     whole = torch.arange(24.0 * 6).view(24, 6)
     rows, columns = Layout(["a0", UNSHARDED], mesh), Layout([UNSHARDED, "a0"], mesh)

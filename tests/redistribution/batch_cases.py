@@ -130,7 +130,8 @@ def check(seeds: Sequence[int]) -> list[str]:
 
 
 def strides() -> list[str]:
-    """Move boxes that count as contiguous, although their strides are not those of a tensor of their shape."""
+    """Move boxes that count as contiguous, although their strides differ from the strides of a contiguous tensor of
+    their shape."""
     client, problems = dtckpt.client_id(), []
     # One element, cut out of more.
     mesh = mesh_of((4,), range(4), client)

@@ -140,7 +140,7 @@ def run(program: Sequence[Statement], *, is_late: Sequence[int] = ()) -> list[Ou
         except (DtckptError, IndexError) as error:
             outcomes.append(("error", f"{type(error).__name__}: {error}", time.monotonic() - start))
     store.set(f"over/{client}", "")
-    # Each client stays until all are through: one that ends would give the others an error of another kind.
+    # Each client stays until all are through: a client that ends would give the others an error of another kind.
     store.wait([f"over/{other}" for other in range(CLIENTS)], timedelta(seconds=60))
     return outcomes + [("none", "", 0.0)] * (len(program) - len(outcomes))
 

@@ -189,7 +189,7 @@ def _outcome(call: Callable[[], bool]) -> tuple[str, str] | bool:
 
 
 def _meet() -> None:
-    """Wait for all clients: one that ends would give the others an error of another kind."""
+    """Wait for all clients: a client that ends would give the others an error of another kind."""
     store = dist.distributed_c10d._get_default_store().clone()
     store.set(f"over/{dtckpt.client_id()}", "")
     store.wait([f"over/{client}" for client in range(dtckpt.num_clients())])

@@ -109,7 +109,7 @@ def check_one_process(seed: int, make_mesh: MeshMaker = abstract_mesh) -> None:
 
 
 def check_gradient(seed: int, clients: int = 1, devices: int = 1) -> None:
-    """Send the gradient of a random change of layout back: it is the one given, in the source's layout."""
+    """Send the gradient of a random change of layout back: it equals the given gradient, in the source's layout."""
     rng = random.Random(seed)
     if clients > 1:
         meshes = [_mesh(rng, clients, devices, dtckpt.client_id()) for _ in range(2)]
@@ -120,7 +120,7 @@ def check_gradient(seed: int, clients: int = 1, devices: int = 1) -> None:
     source, target = (random_layout(rng, mesh, len(shape)) for mesh in meshes)
     leaf = tensor(seed, source, shape).requires_grad_()
     moved = redistribute(leaf, target)
-    # The gradient of a term is that of the whole value.
+    # The gradient of a term is the gradient of the whole value.
     given = tensor(seed + 1, Layout(target.sharding_specs, target.mesh), shape)
     moved.backward(given)
     assert leaf.grad.layout == Layout(source.sharding_specs, source.mesh)

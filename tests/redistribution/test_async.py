@@ -1,4 +1,4 @@
-"""Asynchronous redistributions give what others give, whoever reads them when, or never."""
+"""Asynchronous redistributions give the same results as others, in any order of reads, also without a read."""
 
 import pytest
 

@@ -236,7 +236,7 @@ def test_one_of_many_that_hold_a_tensor_looks_only_at_those_who_ask_it(monkeypat
     names = [f"/job:worker/replica:0/task:{task}/device:CPU:0" for task in range(split.size())]
     target = Mesh(["x"], split.global_device_ids(), [7], names[7:8], "", names)
     looked, moves = Looks(monkeypatch).at(Layout([UNSHARDED], mesh), Layout(["x"], target), (4096 * 3,), 7)
-    assert moves == 3  # its own piece, and those of two clients that hold nothing
+    assert moves == 3  # its own piece, and the pieces of two clients that hold nothing
     assert looked < 20
 
 

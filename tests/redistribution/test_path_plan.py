@@ -67,7 +67,7 @@ def missing(source, target, shape, client):
 def gathered_and_sliced(source, target, shape):
     """Return the elements that a device gets where axis after axis is gathered, the last one first, down to a slice.
 
-    This is what PyTorch's redistribution comes to where no axis has an exchange of its own.
+    PyTorch's redistribution takes this path where no axis has a separate exchange.
     """
     total, numel = 0, piece(source, shape)
     for have, want in zip(source.split_axes, target.split_axes, strict=True):

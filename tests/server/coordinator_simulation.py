@@ -197,7 +197,7 @@ class Simulation:
             self._reports[who] = report
 
     def _right_round(self, event: Arrive, barrier: Barrier, *, was_decided: bool) -> None:
-        """Check that a call has joined the round that it belongs to, or is late for the one that it is told."""
+        """Check that a call has joined the round that it belongs to, or is late for the round that it is told."""
         who, barrier_id = event.who, barrier.barrier_id
         joined = self._joined.setdefault((who, event.call), barrier_id)
         if joined != barrier_id:
@@ -270,8 +270,8 @@ class Simulation:
         for job in self.rules.jobs.values():
             gone = {n for n, task in job.tasks.items() if task.state in (server_rules.LOST, server_rules.LEFT)}
             for barrier_id, barrier in job.open.items():
-                assert self._deadlines[barrier_id] > self.now, "someone waits past the deadline"
-                assert gone.isdisjoint(barrier.participants), "a barrier waits for someone who is gone"
+                assert self._deadlines[barrier_id] > self.now, "a client waits past the deadline"
+                assert gone.isdisjoint(barrier.participants), "a barrier waits for a client that is gone"
         assert sum(len(job.open) for job in self.rules.jobs.values()) == len(self.open)
 
 

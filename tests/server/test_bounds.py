@@ -32,7 +32,7 @@ MANY = 100_000
 
 
 class World:
-    """Rules and a clock of our own, and a hostile job."""
+    """Rules, a clock that the test sets, and a hostile job."""
 
     def __init__(self, **quotas):
         self.now = 100.0

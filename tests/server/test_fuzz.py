@@ -84,7 +84,7 @@ def request(method, draw):
         return message.SerializeToString()
     is_in_honest_job = "task" in method.input_type.fields_by_name and kind > 0.8 and method.name != "Register"
     if is_in_honest_job:
-        message.task.job = "honest"  # whose incarnations nobody can guess
+        message.task.job = "honest"  # whose incarnations a client cannot guess
     data = bytearray(message.SerializeToString())
     if kind < 0.3 and data:
         data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
@@ -109,7 +109,7 @@ def stream_of(channel, requests):
 
     def sent():
         yield from (*requests, beat(2**63))
-        is_over.wait(5.0)  # who closes a stream at once hears nothing of arrivals
+        is_over.wait(5.0)  # a client that closes a stream at once hears nothing of arrivals
 
     answers = []
     call = channel.stream_stream(f"/{SERVICE.full_name}/HeartbeatStream")(sent(), timeout=5.0)

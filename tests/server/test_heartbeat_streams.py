@@ -99,7 +99,7 @@ def test_client_that_is_on_its_way_is_told_of_a_failure(server, clients):
 
 
 def test_nobody_is_told_of_rounds_that_may_not_be_its_own(clients):
-    """Whoever comes to a first round, or to a barrier that stands alone, may come for the next one."""
+    """A client that comes to a first round, or to a barrier without other rounds, may come for the next round."""
     together(clients[:1], at("alone", vote=Vote(ok=False), position=FIRST))
     together(clients[:1], at("save/begin", vote=Vote(ok=False), operation=BEGIN, position=FIRST))
     operations = begin(clients, position=SECOND)
@@ -208,7 +208,7 @@ def test_older_coordinator_takes_arrivals_for_heartbeats(monkeypatch):
 
 
 def test_arrivals_do_not_put_off_beats():
-    """Who arrives again and again shall not look as if it had stopped."""
+    """A client that arrives again and again shall not look as if it had stopped."""
     with running_server(heartbeat_timeout_s=1.2) as server:
         (client,) = clients_at(server.port, 1)
         client.register()
@@ -306,7 +306,7 @@ def arrivals_of(task, count):
 
 
 def test_one_client_cannot_take_all_room(server):
-    """Who arrives without end on one stream waits a bounded number of times."""
+    """A client that arrives without end on one stream waits a bounded number of times."""
     over = threading.Event()
 
     def arrivals():
@@ -357,7 +357,7 @@ def test_stream_that_ends_leaves_no_arrival_behind(server, how):
 
 
 def test_arrival_is_of_the_streams_task(server):
-    """Whoever may speak for a job's task on a stream may not speak for an other job's in its arrivals."""
+    """A stream that may speak for a job's task may not speak for another job's task in its arrivals."""
     beat = pb.HeartbeatStreamRequest(task=identity(0, 1), sequence=1)
     foreign = pb.ArriveRequest(task=identity(1, 2), name="b", call=1, timeout_s=5, vote=pb.Vote(ok=True))
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -473,7 +473,7 @@ def test_single_calls_where_streams_are_refused(monkeypatch, refusal):
 
 
 def test_stream_of_a_machine_that_vanished_ends(monkeypatch):
-    """Nobody says so: the connection just becomes silent."""
+    """No message says so: the connection just becomes silent."""
     monkeypatch.setattr(server_module, "KEEPALIVE_S", 1.0)
     with running_server(heartbeat_timeout_s=LONG_S) as server, proxy(server.port) as network:
         (client,) = clients_at(network.port, 1)
@@ -543,7 +543,7 @@ def test_silent_stream_is_given_up():
 
 
 def test_beats_are_due_among_arrivals_too():
-    """They carry the progress, and show whether anybody answers."""
+    """They carry the progress, and show whether the other end answers."""
     now = 0.0
     stream = HeartbeatStream(lambda number: pb.HeartbeatStreamRequest(sequence=number), 10.0, lambda: now)
     drawn = stream._messages()

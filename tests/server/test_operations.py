@@ -38,7 +38,7 @@ TIMEOUT_S = 10.0
 
 
 class World:
-    """Rules, their metrics, and a clock of our own."""
+    """Rules, their metrics, and a clock that the test sets."""
 
     def __init__(self):
         self.now = 100.0

@@ -124,7 +124,7 @@ def test_an_answer_is_never_late_for_the_next_heartbeat(timeout_s):
 
 
 def test_slow_reader_costs_a_bounded_number_of_bytes(monkeypatch):
-    """Answers hold everyone's payloads; beyond some megabytes a client is told to read first, and to repeat."""
+    """Answers hold all clients' payloads; beyond some megabytes a client is told to read first, and to repeat."""
     monkeypatch.setattr(streams_module, "MAX_UNSENT_NBYTES", 10_000)
 
     async def arrive():

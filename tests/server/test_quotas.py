@@ -143,7 +143,7 @@ def test_verdicts_of_who_has_most_make_room(monkeypatch):
 
 
 class World:
-    """Rules and a clock of our own."""
+    """Rules and a clock that the test sets."""
 
     def __init__(self, **limits):
         self.now = 100.0

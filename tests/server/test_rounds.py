@@ -135,7 +135,7 @@ def test_late_arrivals_that_only_meet_each_other_are_told_after_the_grace(world)
 
 
 def test_nobody_is_late_for_a_round_that_told_of_an_earlier_one(world):
-    """Those who were in the earlier one come for the next, and meet the one that was told."""
+    """Clients of the earlier round come for the next round, and meet the client that was told."""
     time_out(world, 0, 2, position="#7")
     told = world.arrive(1, position="#7")
     world.pass_time(GRACE_S, beating=(0, 1, 2))
@@ -426,7 +426,7 @@ def test_operation_waits_for_a_client_that_has_not_registered_again():
 
 
 def test_call_that_had_arrived_before_the_restart_meets_the_others():
-    """They have not been told the verdict either; who was cut off is told to all."""
+    """They have not been told the verdict either; all clients are told which client was cut off."""
     world = restarted(TaskReport("", 7), TaskReport("", 8))
     for task, is_again in enumerate((True, False)):
         barrier = world.arrive(task, "save/begin", operation="", is_again=is_again)

@@ -1,4 +1,4 @@
-"""The coordinator's rules, without gRPC and with a clock of our own."""
+"""The coordinator's rules, without gRPC and with a clock that the test sets."""
 
 import itertools
 import tracemalloc
@@ -213,7 +213,7 @@ def test_clients_that_have_all_left_may_come_back():
 
 
 def test_job_of_which_not_all_came_does_not_begin_anew():
-    """Who comes late is told what was decided without it."""
+    """A late client is told the decision that was made without it."""
     world = World(2)
     world.register(0)
     failed = world.arrive(0, timeout_s=1.0, position="step 1")

@@ -1,4 +1,4 @@
-"""Certificates and tokens: who gets in, who does not, and what they are told."""
+"""Certificates and tokens: which clients get in, which do not, and their errors."""
 
 import hashlib
 import os
@@ -196,7 +196,7 @@ def refusal_of(client):
 
 @pytest.fixture
 def call(ours):
-    """Make one call with a token, to a coordinator that nobody else uses, and return its status code."""
+    """Make one call with a token, to a coordinator that no other test uses, and return its status code."""
     credentials = grpc.ssl_channel_credentials(ours.ca.read_bytes())
     with (
         server_in_thread(tls=ours.server(), tokens=Tokens.parse(TOKENS)) as port,

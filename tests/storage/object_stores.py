@@ -120,7 +120,7 @@ PROTOCOLS: Mapping[str, Protocol] = {"s3": S3(), "gs": GoogleStorage()}
 
 
 class Gateway(ThreadingHTTPServer):
-    """Passes requests on to a server, except those that `refuse(action, name)` returns a reason for."""
+    """Passes requests on to a server, except requests for which ``refuse(action, name)`` returns a reason."""
 
     daemon_threads = True
     request_queue_size = 128

@@ -126,7 +126,7 @@ def test_a_save_that_fails_leaves_what_was_there(path, save, monkeypatch, step):
 
 @pytest.mark.share(1)
 def test_what_is_not_to_be_seen_is_not_committed(path, save, monkeypatch):
-    """A client's database that is missing would pass for one that holds nothing."""
+    """A client's missing database would pass for an empty database."""
     merge = merging.merge
 
     def lose(kind, root, last_written, *shared):
@@ -207,7 +207,7 @@ def test_nothing_shows_before_the_commit(target):
 def test_the_newest_attempt_owns_the_target(target):
     build(target, "1").commit(overwrite=False)
     older, newer = build(target, "2"), build(target, "3")
-    if not is_object_store(older):  # there it lives until the newer one is about to be committed
+    if not is_object_store(older):  # there the older attempt lives until the newer commits
         with pytest.raises(StorageError, match="another attempt"):
             older.commit(overwrite=True)
         assert content(target) == "1"
@@ -219,7 +219,7 @@ def test_the_newest_attempt_owns_the_target(target):
 
 
 def test_a_late_attempt_commits_nothing(target):
-    """One that was given up goes on writing, also after its successor is done."""
+    """An attempt that was given up goes on writing, also after its successor is done."""
     older, newer = target.begin("1"), build(target, "2")
     newer.commit(overwrite=False)
     if is_object_store(older):  # on a file system the directory is gone

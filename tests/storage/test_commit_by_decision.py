@@ -195,7 +195,7 @@ def test_two_leaders_at_once(target, monkeypatch):
 @pytest.mark.share(1)
 @pytest.mark.parametrize(("leaders", "rounds"), [(2, 6), (3, 3)])
 def test_rivals_that_try_again_and_again(target, monkeypatch, leaders, rounds):
-    """Whoever is refused is so for a rival that is committed: of those that save at the same time at least one is."""
+    """An attempt is refused only for a committed rival: of attempts at the same time at least one is committed."""
     count = 0
     for seed in share(range(600), RACES, f"races of {leaders}"):
         saves = race(target, monkeypatch, random.Random(seed), leaders=leaders, rounds=rounds)
@@ -403,7 +403,7 @@ def test_a_commit_counts_whatever_becomes_of_the_old_one(target, monkeypatch, ca
 
 
 def test_the_newest_that_was_committed_counts(target, folder, clock):
-    """Also while the one before it is still there."""
+    """Also while the attempt before it is still there."""
     register = AttemptRegister(WHERE, folder, clock)
     for token in ("1", "2"):
         fill(target.join(attempt := register.claim(token)), token)

@@ -132,7 +132,7 @@ def test_the_newest_attempt_owns_the_target(tmp_path):
 
 
 def test_a_newer_attempt_is_left_alone_while_it_lives(tmp_path):
-    """Whoever froze before it began is the last to begin, and yet not the newest."""
+    """An attempt that froze before it began is the last to begin, and yet not the newest."""
     target = tmp_path / "s"
     newer = build(target, NEW, "10-a")
     with lock_directory(newer.path):
@@ -235,7 +235,7 @@ def test_what_storage_says_in_our_words(raised, error):
 
 @contextmanager
 def kept_open(staging):
-    """Hold a directory open, as `DirectoryAttempt` does: else one that is made anew may get the same inode."""
+    """Hold a directory open, as `DirectoryAttempt` does: else a new directory may get the same inode."""
     descriptor = os.open(staging.path, os.O_RDONLY | os.O_DIRECTORY)
     yield
     os.close(descriptor)

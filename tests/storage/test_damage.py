@@ -45,7 +45,7 @@ def files_of(path):
 
 
 def outcome(path):
-    """Return 'exact' or the error's class; anything else is a wrong value that nobody noticed."""
+    """Return 'exact' or the error's class; anything else is a wrong value without an error."""
     try:
         restored = dtckpt.restore(path)
     except CheckpointError as error:

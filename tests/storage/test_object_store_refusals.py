@@ -209,7 +209,7 @@ except dtckpt.errors.StorageError as error:
 @pytest.mark.processes
 @pytest.mark.parametrize("scheme", PROTOCOLS)
 def test_a_server_that_never_answers_is_not_waited_for_without_end(scheme):
-    """In a process of its own: TensorStore takes the bound when it makes its first request."""
+    """In a new process: TensorStore takes the bound when it makes its first request."""
     protocol, path = PROTOCOLS[scheme], f"{scheme}://bucket-1/run/step"
     with socket.create_server(("127.0.0.1", 0)) as mute:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TENSORSTORE_")}

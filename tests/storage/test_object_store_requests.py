@@ -28,7 +28,7 @@ def small_tensors(count):
 
 
 def test_small_chunks_are_read_together(bucket, requests):
-    """Also those at a tensor's edge, which are stored padded, and those of several sizes."""
+    """Also chunks at a tensor's edge, which are stored padded, and chunks of several sizes."""
     path, tree = f"{bucket}/step_1", {**small_tensors(150), "other": torch.arange(100_000)}
     dtckpt.save(path, tree, options=dtckpt.SaveOptions(chunk_nbytes=1024))
     requests.clear()

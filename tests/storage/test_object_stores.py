@@ -152,7 +152,7 @@ def test_dead_saves_are_collected(root, kvstore):
 
 
 def test_two_jobs_that_save_to_one_path(bucket):
-    """Each begins when it likes; whoever is refused is so for a save of the other's that is committed."""
+    """Each begins when it likes; a save is refused only for a committed save of the other."""
     path, count = f"{bucket}/run/step_1", 6
     saves = []
 

@@ -29,7 +29,7 @@ def neighbours(tests: Sequence[T], group_of: Callable[[T], object]) -> list[tupl
 
 
 class Dealer:
-    """Hands out batches, those with client processes first.
+    """Hands out batches, batches with client processes first.
 
     ::
 

@@ -94,7 +94,7 @@ def wait_until(condition: Callable[[], object], within_s: float = 10.0) -> None:
 
 
 def same_error(results: dict[int, Result], cls: type[BaseException], match: str) -> BaseException:
-    """Assert that everyone raised the same class and text; return one of them."""
+    """Assert that all clients raised the same class and text; return one of the errors."""
     for result in results.values():
         assert result.error is not None, results
     seen = {(type(result.error), str(result.error)) for result in results.values()}

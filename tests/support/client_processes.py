@@ -87,7 +87,7 @@ class Worker:
             theirs.close()
 
     def wait_until_ready(self) -> None:
-        """Wait until it has started, which takes seconds that are not those of a case: the server may be importing."""
+        """Wait until it has started, which takes seconds that no case should pay for: the server may be importing."""
         if not self._is_ready:
             assert self._connection.poll(START_TIMEOUT_S), f"{self.process.name} did not start"
             self._is_ready = self._connection.recv_bytes() == READY

@@ -26,7 +26,7 @@ def server_in_thread(heartbeat_timeout_s: float = HEARTBEAT_S, **options) -> Ite
 
 @contextmanager
 def running_server(**options) -> Iterator[Server]:
-    """Run a coordinator on an event loop in a thread; it drains at the end. Options are those of `ServerConfig`."""
+    """Run a coordinator on an event loop in a thread; it drains at the end. Options are as for `ServerConfig`."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -55,7 +55,7 @@ def running_server(**options) -> Iterator[Server]:
 
 
 class ServerProcess:
-    """``dtckpt-coordinator serve`` as a process of its own.
+    """``dtckpt-coordinator serve`` as a separate process.
 
     Args:
         arguments: More of them; default: serve in plaintext and stop at once when told to.

@@ -7,8 +7,8 @@
       |-- fork --> worker 1
       '-- hands out the batches; shows, counts and keeps the reports, as if it had run the tests
 
-Workers of their own interpreters (those of xdist) import and collect the same each: ten seconds of the processor. This
-process must not have threads when it forks, and uses nothing but what it imports until then.
+Workers with separate interpreters, as in xdist, would each import and collect the same: ten seconds of the processor.
+This process must not have threads when it forks, and uses nothing but what it imports until then.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ForkedWorkers:
         self._workers[ours] = _Worker(number, process)
 
     def _step(self, session: pytest.Session, dealer: Dealer) -> None:
-        """Take what the workers have sent, and give work to those that wait for it."""
+        """Take the workers' messages, and give work to workers that wait for it."""
         for connection in wait(list(self._workers)):
             worker = self._workers[connection]
             try:
@@ -179,7 +179,7 @@ class _Worker:
 
     @property
     def rest(self) -> tuple[int, ...]:
-        """Indices of the tests of its batch that come after the one that runs."""
+        """Indices of the tests of its batch that come after the running test."""
         return self.batch[self.batch.index(self.running) + 1 :] if self.running in self.batch else ()
 
     def give(self, connection: Connection, batch: tuple[int, ...] | None, *, is_last: bool) -> None:
@@ -191,7 +191,7 @@ class _Worker:
             self.end(connection)
 
     def end(self, connection: Connection) -> None:
-        """Tell it, once, to run no more tests than the one that runs."""
+        """Tell it, once, to run no test after the running test."""
         if not self.is_told:
             self.is_told, self.is_waiting = True, False
             self._send(connection, ())

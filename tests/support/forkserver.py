@@ -52,7 +52,8 @@ def use_server_of_parent() -> None:
 
 
 class _Streams:
-    """Output and errors of this process, for one that the server forks: the server itself has those of another test."""
+    """Output and errors of this process, for a process that the server forks: the server itself has the output of
+    another test."""
 
     def __getstate__(self) -> list[Any]:
         return [DupFd(descriptor) for descriptor in (1, 2)]

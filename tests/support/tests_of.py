@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = ("--workers=auto", "-m", "not processes and not slow")
-"""Those of ``make check``."""
+"""The tests of ``make check``."""
 NO_TESTS = 5
 """Exit code of pytest."""
 

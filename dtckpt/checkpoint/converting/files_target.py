@@ -180,4 +180,4 @@ def _is_at(
 
 
 def _error(reason: str) -> CheckpointCorruptError:
-    return CheckpointCorruptError(f"the new files do not hold what was converted: {reason}; nothing was committed")
+    return CheckpointCorruptError(f"the new files differ from the converted state: {reason}; nothing was committed")

@@ -13,7 +13,7 @@ from pathlib import Path
 from dtckpt.checkpoint.converting.export import Export, ExportedTensor
 from dtckpt.checkpoint.converting.file_plan import FileDigests, FilePlan, FileSlot
 from dtckpt.checkpoint.foreign.safetensors_index import LENGTH_NBYTES, MAX_HEADER_NBYTES, NAMES, header_bytes
-from dtckpt.checkpoint.foreign.safetensors_notes import CONTENT, FORMAT, TREE, content_text, file_names, needs_tree
+from dtckpt.checkpoint.foreign.safetensors_tree import CONTENT, FORMAT, TREE, content_text, file_names, needs_tree
 from dtckpt.errors import ConfigError, DTypeError, RegionNotFoundError
 from dtckpt.format import tree as trees
 from dtckpt.layout.region import Region

@@ -19,7 +19,7 @@ from dtckpt.format.tree import Node
 DTCKPT = "dtckpt"
 """The format of this library, with its default storage."""
 ZARR = "zarr"
-"""The same as a plain tree of Zarr v3 arrays, named as the tensors."""
+"""A checkpoint of this library as a plain tree of Zarr v3 arrays, named as the tensors."""
 KVSTORE_OF = {DTCKPT: KVSTORES[0], ZARR: ZARR}
 
 
@@ -35,7 +35,7 @@ class FileTarget:
         plan_folder: Plans the files of a directory, given the bound on the bytes of a file; None if the format has
             no directories.
         plan_file: Plans a single file, given its name; None if the format needs a directory.
-        dropped: Tells of a state tree, by path, why the format does not keep something.
+        dropped: Returns, by path in a state tree, the reason why the format does not keep a value.
         read_back: Returns the state tree that a reader of the files finds for a state tree.
         numbers_parameters: Whether optimizers have numbers in place of the names of their parameters.
     """

@@ -1,6 +1,6 @@
 """`ChunkPlaces`: the bytes of a checkpoint's files that are chunks, so that a copy verifies each range that it moves.
 
-The manifest has a digest of each chunk's elements, and the checkpoint's index tells where each chunk lies::
+The manifest has a digest of each chunk's elements, and the checkpoint's index tells the place of each chunk::
 
     client_0/d/9f31   | chunk 0 of a | chunk 5 of a | nodes ... | chunk 0 of b | nodes ... |
     segments          |<-- at most RANGE_NBYTES -->|<-- rest -->|<----------->|<-- rest -->|

@@ -138,7 +138,7 @@ def _validate(
     if max_rate is not None and not max_rate > 0:
         raise ConfigError(f"max_rate must be a positive number of bytes per second; got {max_rate!r}")
     if source == target or is_inside(target, source) or is_inside(source, target):
-        raise ConfigError(f"{target} and {source} lie in each other; choose another destination")
+        raise ConfigError(f"{target} and {source} overlap; choose another destination")
     if LIVE in {getattr(source, "scheme", ""), getattr(target, "scheme", "")}:
         raise ConfigError(f"a live version is in memory and has no files; use dtckpt convert; got {source}, {target}")
     if keep_links and not all(isinstance(each, Path) for each in (source, target)):

@@ -1,6 +1,6 @@
 """`ScrubState`: where the rounds of `scrub` through a root are, in a small file of the root; pure but for its bytes.
 
-Anyone with write access to the root may have written the file. So each fact is bounded, and a file of wrong types
+Any process with write access to the root may have written the file. So each fact is bounded, and a file of wrong types
 counts as none: then the round begins again.
 """
 

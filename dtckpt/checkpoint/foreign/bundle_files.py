@@ -3,7 +3,7 @@
 The path of such a checkpoint is its prefix. The index, or a folder with one checkpoint, will do, too; of several in a
 folder, the file ``checkpoint`` names the newest.
 
-A checkpoint of ``tf.train.Checkpoint`` has a graph of objects. Then the state tree is that of the objects, by their
+A checkpoint of ``tf.train.Checkpoint`` has a graph of objects. Then the state tree is the tree of the objects, by their
 paths, and the value of an object is at its path. Slots of optimizers of Keras 2, whose names lead through a variable,
 keep their whole names. Any other checkpoint is a flat dict of names.
 """

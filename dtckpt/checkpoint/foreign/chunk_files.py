@@ -371,7 +371,7 @@ class ChunkFiles(CheckpointFiles):
         return self._look_up(islice(self._all_chunks(), MAX_COUNTED))[1]
 
     def _look_up(self, chunks: Iterable[tuple[ChunkTensor, Sequence[int]]]) -> tuple[int, int]:
-        """Look for chunks; return the bytes of the elements of those that are missing, and the bytes of the others.
+        """Look for chunks; return the bytes of the elements of missing chunks, and the bytes of the other chunks.
 
         Raises:
             MalformedError: A chunk is missing that cannot be made of zeros, or is too short or too long; or a data file

@@ -51,7 +51,7 @@ ITEMS_SUFFIX = ".distcp"
 MAX_FORMAT_NBYTES = 1 << 16
 _HEAD_NBYTES = 64
 MARKERS = (DCP_METADATA_NAME, *MERGED, FORMAT_NAME)
-"""The metadata, and files that may lie beside it."""
+"""The metadata, and files that may be beside it."""
 _OF_ONE_PROCESS = re.compile(r"__([0-9]{1,9})\.metadata")
 
 
@@ -138,7 +138,7 @@ def with_companions(
         index: The index of a distributed checkpoint.
         folder: Its directory.
         names: The names in it.
-        items: Values that lie at the top of the tree as those of companions do, by name.
+        items: Values at the top of the tree, as companions have them, by name.
     """
     structure = index.structure
     tensors, refused = dict(index.tensors), dict(index.refused)

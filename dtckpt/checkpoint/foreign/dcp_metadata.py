@@ -15,8 +15,8 @@ have no path, so they are lost. Where a list lacks a position, `structure_of` pu
 
     ("model", "w")  ("steps", 0)  ("steps", 2)     ->    {"model": {"w": …}, "steps": [… , None, …]}
 
-Megatron-Core of before 0.16 adds a field, ``mcore_data``, and 0.15 a class of its own for it. Its distributed optimizer
-cuts a parameter into equal blocks, and flattens each; the field has the shape of the parameter::
+Megatron-Core of before 0.16 adds a field, ``mcore_data``, and 0.15 has a separate class for it. Its distributed
+optimizer cuts a parameter into equal blocks, and flattens each; the field has the shape of the parameter::
 
     stored: size (2, 1, 2, 24), chunk [1, 0, 1, 9:24]     ->    elements 9 to 24 of the block at (1, 0, 4) of (2, 6, 8)
 """
@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dtckpt.checkpoint.foreign import pickle_names
 from dtckpt.checkpoint.foreign.pickle_syntax import TENSOR_NBYTES, Global, Pairs, PickledCall, ReadBudget, parse_pickle
 from dtckpt.checkpoint.reading.pieces import StreamRange, is_expanded_too_far, is_file_name
 from dtckpt.errors import CheckpointCorruptError, CheckpointIncompleteError, CheckpointVersionError, TreeError
@@ -46,17 +47,8 @@ OWN_MARKER = (
 
 PyTorch's own reader shows the module's name in its error. No code runs, and dtckpt need not be installed."""
 
-_PACKAGE = "torch.distributed.checkpoint"
-_METADATA = f"{_PACKAGE}.metadata.Metadata"
-_MEGATRON_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 _LOGICAL_SHAPE = "nd_reformulated_orig_global_shape"
 """In ``mcore_data``, the shape of a tensor that is stored flattened."""
-_TENSOR = f"{_PACKAGE}.metadata.TensorStorageMetadata"
-_BYTES = f"{_PACKAGE}.metadata.BytesStorageMetadata"
-_PROPERTIES = f"{_PACKAGE}.metadata.TensorProperties"
-_CHUNK = f"{_PACKAGE}.metadata.ChunkStorageMetadata"
-_INDEX = f"{_PACKAGE}.metadata.MetadataIndex"
-_INFO = f"{_PACKAGE}.filesystem._StorageInfo"
 _MAX_NUMBER = 1 << 62
 _MAX_FIELDS = 64
 """Bound on the fields of an object; PyTorch's have five at most."""
@@ -149,7 +141,10 @@ def parse_metadata(data: bytes, where: str) -> DcpMetadata:
 
 
 def _metadata(value: Any, where: str, budget: ReadBudget) -> DcpMetadata:
-    metadata = _fields(value, _MEGATRON_METADATA if _name(value) == _MEGATRON_METADATA else _METADATA)
+    metadata = _fields(
+        value,
+        pickle_names.DCP_OF_MEGATRON if _name(value) == pickle_names.DCP_OF_MEGATRON else pickle_names.DCP_METADATA,
+    )
     shapes = _logical_shapes(metadata.get("mcore_data"))
     stored = [(_key(index), info) for index, info in _pairs(metadata["storage_data"])]
     validate_hashes([key for key, _ in stored])
@@ -159,7 +154,7 @@ def _metadata(value: Any, where: str, budget: ReadBudget) -> DcpMetadata:
     refused: dict[str, TreeError] = {}
     for name, facts in _pairs(metadata["state_dict_metadata"]):
         try:
-            if _name(facts) == _BYTES:
+            if _name(facts) == pickle_names.DCP_BYTES:
                 values[_text(name)] = _item(items, (name, None), where)
             else:
                 tensor = _tensor(name, facts, items, where, budget)
@@ -174,16 +169,16 @@ def _metadata(value: Any, where: str, budget: ReadBudget) -> DcpMetadata:
     paths = {name: _path(given.get(name), name, budget) for name in names}
     validate_hashes(paths.values())
     validate_hashes([key for path in paths.values() for key in path if type(key) is int])
-    files = frozenset(_text(_fields(info, _INFO)["relative_path"]) for info in items.values())
+    files = frozenset(_text(_fields(info, pickle_names.DCP_INFO)["relative_path"]) for info in items.values())
     return DcpMetadata(tensors, values, paths, refused, files)
 
 
 def _tensor(name: str, facts: Any, items: Mapping[Any, Any], where: str, budget: ReadBudget) -> DcpTensor:
-    tensor = _fields(facts, _TENSOR)
+    tensor = _fields(facts, pickle_names.DCP_TENSOR)
     _text(name)
     # dtype, layout, requires_grad, memory_format, pin_memory
     dtype = tensor["properties"]
-    if _name(dtype) != _PROPERTIES:
+    if _name(dtype) != pickle_names.DCP_PROPERTIES:
         raise TypeError(f"the properties of {name[:80]!r} are {_name(dtype)[:80]}")
     dtype = _global(dtype.state[0]).removeprefix("torch.")
     if dtype not in DTYPES:
@@ -192,7 +187,7 @@ def _tensor(name: str, facts: Any, items: Mapping[Any, Any], where: str, budget:
     chunks = []
     for chunk in tensor["chunks"]:
         budget.take(TENSOR_NBYTES)
-        box = _fields(chunk, _CHUNK)
+        box = _fields(chunk, pickle_names.DCP_CHUNK)
         region = Region(_sizes(box["offsets"]), _sizes(box["sizes"]))
         if not region.is_empty:
             chunks.append((region, _item(items, (name, region.offset), where)))
@@ -233,7 +228,7 @@ def _unflattened(name: str, tensor: DcpTensor, shape: tuple[int, ...], budget: R
 
 def _key(index: Any) -> tuple[str, tuple[int, ...] | None]:
     """Return the name and the offset of a ``MetadataIndex``; its third field is only a hint."""
-    fields = _fields(index, _INDEX)
+    fields = _fields(index, pickle_names.DCP_INDEX)
     offset = fields.get("offset")
     return _text(fields["fqn"]), None if offset is None else _sizes(offset)
 
@@ -244,7 +239,7 @@ def _item(items: Mapping[Any, Any], key: tuple[str, tuple[int, ...] | None], whe
         raise CheckpointCorruptError(
             f"{where} contradicts itself: it names {key[0][:200]!r}{at}, and no file for it; restore another checkpoint"
         )
-    info = _fields(items[key], _INFO)
+    info = _fields(items[key], pickle_names.DCP_INFO)
     if info.get("transform_descriptors"):
         raise TreeError(
             f"cannot read {key[0][:200]!r}: it was saved through extensions of the writer; load it with PyTorch, and "
@@ -326,7 +321,7 @@ def _global(value: Any) -> str:
 
 
 MAX_GAP = 1 << 16
-"""Bound on the items that a list lacks, of those that its positions tell of."""
+"""Bound on the missing items of a list, by the positions of the other items."""
 
 
 def structure_of(nodes: Mapping[Path, trees.Node]) -> trees.Node:

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtckpt.checkpoint.foreign.deepspeed_layout import FP32, Shape
+from dtckpt.checkpoint.foreign.pickle_names import DEEPSPEED_ADDRESS, DEEPSPEED_SCALERS, DEEPSPEED_STAGE
 from dtckpt.checkpoint.foreign.pickle_syntax import NODE_NBYTES, STEP_NBYTES, Pairs, PickledCall, ReadBudget
 from dtckpt.errors import CheckpointCorruptError, CheckpointVersionError
 from dtckpt.format.grid import MAX_RANK
 from dtckpt.format.hash_work import validate_hashes
 
 _MAX_NUMBER = 1 << 62
-_SCALERS = ("deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler")
-_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
-_ADDRESS = "deepspeed.utils.tensor_fragment.fragment_address"
 _USED = (
     *("base_optimizer_state", "base_optimizer_state_step", "optimizer_state_dict", "single_partition_of_fp32_groups"),
     *("fp32_flat_groups", "partition_count", "group_paddings", "param_alignment_paddings", "param_slice_mappings"),
@@ -40,7 +38,7 @@ class ModelFields:
     """The fields of a model file.
 
     Args:
-        module: The module's items, by name; None if the layers have files of their own.
+        module: The module's items, by name; None if each layer has a separate file.
         buffers: Names of the items that are no parameters.
         shapes: The shapes of the optimizer's parameters, by group and name.
         frozen_shapes: The shapes of the parameters that no optimizer has.
@@ -221,9 +219,9 @@ def named(value: Any, budget: ReadBudget) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """Return a value without DeepSpeed's own classes: a stage is its number, a loss scaler the dict of its state."""
-    if type(value) is PickledCall and value.name == _STAGE and len(value.arguments) == 1:
+    if type(value) is PickledCall and value.name == DEEPSPEED_STAGE and len(value.arguments) == 1:
         return value.arguments[0]
-    if type(value) is PickledCall and value.name in _SCALERS:
+    if type(value) is PickledCall and value.name in DEEPSPEED_SCALERS:
         return value.state
     return value
 
@@ -242,8 +240,8 @@ def _shape(size: Any) -> Shape:
 
 def _slices(value: Any, budget: ReadBudget) -> Iterator[tuple[str, tuple[int, int]]]:
     for name, address in named(value, budget).items():
-        if type(address) is not PickledCall or address.name != _ADDRESS:
-            raise TypeError(f"the place of {name[:80]!r} is no {_ADDRESS}")
+        if type(address) is not PickledCall or address.name != DEEPSPEED_ADDRESS:
+            raise TypeError(f"the place of {name[:80]!r} is no {DEEPSPEED_ADDRESS}")
         place = named(address.state, budget)
         yield name, (_number(place["start"]), _number(place["numel"]))
 

@@ -10,7 +10,7 @@ A checkpoint is a folder that ``latest`` beside it names::
     expp_rank_{r}_mp_rank_00_optim_states.pt              the optimizer of one part of the experts, without ZeRO
     zero/{parameter}/{fp32,exp_avg,…}.pt                  a universal checkpoint: one small file for each tensor
 
-The tree is that of a training script: ``module``, ``optimizer``, and the client's items at the top. The parameters are
+The tree is as in training scripts: ``module``, ``optimizer``, and the client's items at the top. The parameters are
 the fp32 vectors where an optimizer has them. Slices of tensor parallelism are joined if the files tell how
 (`dtckpt.checkpoint.foreign.deepspeed_slices`); else they stay apart, below ``mp_00``, ``mp_01`` and so on.
 
@@ -154,7 +154,7 @@ class DeepspeedFiles:
                 nbytes = file_nbytes(self.folder, name)
                 stream = open_stream(self.folder, name, 0, nbytes, budget=self.budget, parse=self._parse)
                 self._streams[name] = stream
-                # A piece has elements of its own in a vector, so the length of the file bounds the pieces.
+                # Pieces share no elements of a vector, so the length of the file bounds the pieces.
                 self.budget.grow(nbytes)
         return self._streams[name]
 
@@ -208,7 +208,7 @@ class DeepspeedFiles:
         return self._models[key], stream
 
     def is_by_process(self, mp: int) -> bool:
-        """Whether each process wrote a model file of its own, as with ZeRO 3."""
+        """Whether each process wrote its own model file, as with ZeRO 3."""
         return not self.has(f"mp_rank_{mp:02d}_model_states.pt")
 
     def optimizer_form(self, mp: int) -> str | None:

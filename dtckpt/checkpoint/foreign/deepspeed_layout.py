@@ -127,7 +127,7 @@ def _joined_ranges(vectors: Sequence[PieceTensor], size: int, start: int, stop: 
 
 
 def _validate_slice(rank: RankVectors, group: int, name: str, found: FlatRange) -> None:
-    """Compare a range with the one that the file tells."""
+    """Compare a range with the range that the file tells."""
     place = found.first, found.stop - found.start
     told = rank.slices[group].get(name) if group < len(rank.slices) else None
     if rank.slices and told != place:

@@ -185,7 +185,7 @@ class _Join:
     """Joins the trees of the slices of a model.
 
     Args:
-        tree: Has the tensors; those of the first slice have the names of the whole.
+        tree: Has the tensors; the tensors of the first slice have the names of the whole.
         rules: How the slices make up the parameters.
         stages: The model files of the first slice.
     """
@@ -345,7 +345,7 @@ class _Part:
                 module[name] = self._tree.tensor(self._renamed(tensor, name, FP32))
 
     def _add_module(self, module: dict[str, trees.Node], fields: ModelFields, stream: TorchStream, mp: int) -> None:
-        """Add what the module has beside the optimizer's parameters: buffers, frozen parameters; all with ZeRO 0."""
+        """Add the module's tensors beside the optimizer's parameters: buffers, frozen parameters; all with ZeRO 0."""
         rest = Pairs()
         if not self._files.is_by_process(mp) and (copies := module.keys() & (fields.module or {}).keys()):
             self._tree.notes.append(

@@ -1,4 +1,4 @@
-"""Tensors that lie as ranges in flat vectors, as trainers that flatten parameters store them; pure.
+"""Tensors stored as ranges of flat vectors, as trainers that flatten parameters store them; pure.
 
 DeepSpeed's ZeRO and FSDP1 join parameters to one vector, and cut the vector in parts, one for each process::
 
@@ -79,7 +79,7 @@ class FlatVectors:
 
 
 class FlatPieces(RulePieces):
-    """The pieces of a tensor that lies in ranges of vectors.
+    """The pieces of a tensor stored in ranges of vectors.
 
     Args:
         shape: The tensor's shape.
@@ -152,7 +152,7 @@ class BoxCounts:
 def tensor_of_ranges(
     name: str, shape: tuple[int, ...], ranges: Sequence[FlatRange], vectors: FlatVectors, counts: BoxCounts
 ) -> PieceTensor:
-    """Return the tensor that lies in ranges of vectors.
+    """Return the tensor stored in ranges of vectors.
 
     Args:
         name: Its name.

@@ -253,7 +253,7 @@ def _found(where: Location) -> _Found | None:
 
 
 def _listed(where: Location) -> tuple[Folder, Collection[str]] | None:
-    """Return a folder and the names in it, of those that matter where directories cannot be listed; None if none."""
+    """Return a folder and the names in it, or the names that matter if it cannot be listed; None if it has none."""
     if isinstance(where, Path):
         return (LocalFolder(where), LocalFolder(where).names()) if where.is_dir() else None
     folder = open_folder(where)

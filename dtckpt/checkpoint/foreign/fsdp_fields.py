@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dtckpt.checkpoint.foreign.pickle_names import SHARDED_TENSOR
 from dtckpt.checkpoint.foreign.pickle_syntax import Global, Pairs, PickledCall
 from dtckpt.errors import CheckpointCorruptError
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import MAX_RANK
 from dtckpt.layout.region import Region
 
-_SHARDED = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _MAX_NUMBER = 1 << 62
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 FLAT = "_flat_param"
@@ -58,8 +58,8 @@ def is_sharded(value: Any) -> bool:
         return False
     if value.name == "torch._tensor._rebuild_from_type_v2" and len(value.arguments) == 4:
         kind = value.arguments[1]
-        return type(kind) is Global and kind.name == _SHARDED
-    return value.name == _SHARDED
+        return type(kind) is Global and kind.name == SHARDED_TENSOR
+    return value.name == SHARDED_TENSOR
 
 
 def sharded_tensor(value: Any, where: str) -> ShardedTensor:
@@ -69,7 +69,7 @@ def sharded_tensor(value: Any, where: str) -> ShardedTensor:
         CheckpointCorruptError: The shard is malformed.
     """
     try:
-        shards, metadata, group, _, _ = value.state if value.name == _SHARDED else value.arguments[3]
+        shards, metadata, group, _, _ = value.state if value.name == SHARDED_TENSOR else value.arguments[3]
         facts, process = _fields(metadata.state), _fields(group.state)
         dtype = _fields_of_properties(facts["tensor_properties"].state)
         own = [_fields(shard.state) for shard in shards]

@@ -79,7 +79,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
     if len(models) != 1:
         raise CheckpointNotFoundError(
             f"{folder} holds files of processes, and {len(models) or 'no'} sets of them with FSDP's shards: "
-            f"{capped(series)}; open one file by its path, or move each set to a folder of its own"
+            f"{capped(series)}; open one file by its path, or move each set to a separate folder"
         )
     template = None
     if TEMPLATE in names:
@@ -162,7 +162,7 @@ class _FsdpReader:
 
         def opened(name: str) -> TorchStream:
             nbytes = file_nbytes(self._folder, name)
-            # A piece has elements of its own in a vector, so the length of the file bounds the pieces.
+            # Pieces share no elements of a vector, so the length of the file bounds the pieces.
             self.budget.grow(nbytes)
             return open_stream(self._folder, name, 0, nbytes, budget=self.budget)
 

@@ -13,7 +13,7 @@
     latest, global_step7/                             module, optimizer and so on, as DeepSpeed has them
     pytorch_model_fsdp_0_rank{rank}.bin               module and optimizer, as FSDP1 has them
 
-Each part is read by the reader of its own format. All pickles are files of ``torch.save``. Other files, such as
+The reader of a part's format reads the part. All pickles are files of ``torch.save``. Other files, such as
 ``training_args.bin``, are listed as unread.
 
 Source: transformers.trainer, accelerate.checkpointing, accelerate.utils.fsdp_utils, and peft.utils.save_and_load.
@@ -210,7 +210,7 @@ class _PartsReader:
                 yield f"model{number}", [name], torch_files.read_index
 
     def _names_below(self, below: str, markers: Collection[str]) -> Collection[str]:
-        """Return the names in a folder below; of those that matter, where directories cannot be listed."""
+        """Return the names in a folder below. Where directories cannot be listed, only names that matter."""
         folder = self._folder / below
         if not isinstance(folder, LocalFolder):
             return [name for name in markers if folder.find_short_file({name: 1}) is None]

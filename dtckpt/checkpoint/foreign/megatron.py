@@ -1,6 +1,6 @@
 """Parse the files that Megatron-Core adds to a distributed checkpoint of PyTorch: format, common state; pure.
 
-``metadata.json`` is written last and names the format. Values that are the same on all processes lie in ``common.pt``,
+``metadata.json`` is written last and names the format. Values that are the same on all processes are in ``common.pt``,
 and from 0.19 in the item `COMMON_ITEM`, a list of one dict. Tensors need a word in two cases, which `notes_of` says.
 
 Sources: megatron.core.dist_checkpointing, and megatron.core.optimizer.distrib_optimizer.
@@ -69,7 +69,7 @@ def notes_of(tensors: Mapping[str, PieceTensor], structure: trees.Node) -> Itera
     if any(map(_BUCKET.fullmatch, tensors)):
         yield (
             "optimizer.distributed.*: flat buffers of Megatron's distributed optimizer (dp_reshardable); the files do "
-            "not tell which parameter lies where: --dist-ckpt-optim-fully-reshardable writes it by parameter"
+            "not tell the place of each parameter: --dist-ckpt-optim-fully-reshardable writes it by parameter"
         )
     vocabulary = next((node for path, node in trees.value_nodes(structure) if path == _VOCABULARY), {})
     padded = vocabulary.get("value")

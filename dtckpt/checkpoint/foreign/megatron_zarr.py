@@ -74,7 +74,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
             "copy, or restore another checkpoint"
         )
     if not megatron.is_format(data, f"{folder}/{FORMAT_NAME}", BACKEND):
-        raise CheckpointVersionError(f"{folder}/{FORMAT_NAME} names no format, expected that of Megatron")
+        raise CheckpointVersionError(f"{folder}/{FORMAT_NAME} names no format, expected a format of Megatron")
     below = _below(folder, set(names))
     reader = _TensorFolders(folder)
     unread = [
@@ -93,7 +93,7 @@ def read_index(folder: Folder, names: Collection[str]) -> PieceIndex:
 
 
 def _below(folder: Folder, names: Collection[str]) -> Mapping[str, set[str]]:
-    """Return the names of the files in each folder of the checkpoint, but those of locks."""
+    """Return the names of the files in each folder of the checkpoint, without lock files."""
     if isinstance(folder, LocalFolder):
         with os.scandir(folder.path) as entries:
             folders = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.endswith(_LOCKS))
@@ -155,7 +155,7 @@ class _TensorFolders:
         self.files: list[str] = []
 
     def read(self, key: str, files: Collection[str]) -> set[str]:
-        """Read the files of one folder; return the names of those that are read."""
+        """Read the files of one folder; return the names of the files that were read."""
         name = name_of_key(key)
         used = {each for each in files if _SHARD.fullmatch(each)}
         for each in sorted(used):

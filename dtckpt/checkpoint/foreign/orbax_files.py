@@ -8,8 +8,8 @@
       <item>/metadata              an item of JSON
       metrics/metrics              likewise
 
-A folder that itself has a ``_METADATA`` is one item. The items of a folder are the keys of the tree. But the item that
-Orbax gives back by itself, as nobody gave it a name, is the tree itself: ``default``, in v1 ``state`` or ``pytree``.
+A folder that itself has a ``_METADATA`` is one item. The items of a folder are the keys of the tree. But an item
+without a given name, which Orbax returns by itself, is the tree itself: ``default``, in v1 ``state`` or ``pytree``.
 
 Sources: docs of orbax.checkpoint, "Checkpoint format"; _src/path/{format_utils,step}.py.
 """
@@ -313,7 +313,7 @@ def _is_own_file(place: str) -> bool:
 
 
 def _is_of_array(arrays: Mapping[str, ZarrArray | DtckptError], document: str, place: str) -> bool:
-    """Whether a file is the document or a chunk of an array, or lies in the folder of an array that is refused."""
+    """Whether a file is the document or a chunk of an array, or is in the folder of an array that is refused."""
     folder = place
     while folder := folder.rpartition("/")[0]:  # the parts of a key may be folders
         if (array := arrays.get(folder)) is not None:

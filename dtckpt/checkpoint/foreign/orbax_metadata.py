@@ -177,7 +177,7 @@ def parse_items(data: bytes, where: str) -> tuple[list[str], bool]:
 
 
 def parse_layouts(data: bytes) -> Mapping[str, Layout]:
-    """Parse a ``_sharding``: by name of an array, how it lay on its mesh.
+    """Parse a ``_sharding``: by name of an array, its layout on its mesh.
 
     Shardings that a layout does not describe are left out, as they are not needed to read.
     """

@@ -7,7 +7,7 @@ lists and tuples as they are, and stand-ins for the rest::
     c torch.Size  K2 K3 \\x86  R      ->   Call(Global("torch.Size"), ((2, 3),))
 
 The reader of the stand-ins says what a name means, by a closed table
-(`dtckpt.checkpoint.foreign.pickled_values`).
+(`dtckpt.checkpoint.foreign.pickle_names`).
 
 Objects that the program refers to twice are one object here, too. So the result may contain itself, and a walk along
 all of its paths may never end: a caller that walks it counts levels and steps. An opcode of one byte can make an object
@@ -196,7 +196,7 @@ class _Machine:
         self.data = data
         self.budget = budget
         self.made = 0
-        """Bytes that the last method made, without those of its opcode."""
+        """Bytes that the last method made, without the bytes of its opcode."""
         self.position = 0
         self.stack: list[Any] = []
         self.marks: list[int] = []

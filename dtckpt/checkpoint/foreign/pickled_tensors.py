@@ -11,46 +11,19 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+from dtckpt.checkpoint.foreign.pickle_names import DTENSOR, REBUILDS, STORAGES, TENSOR_CLASSES, UNTYPED_STORAGE
 from dtckpt.checkpoint.foreign.pickle_syntax import Global, Pairs, Persistent, PickledCall
 from dtckpt.checkpoint.reading.pieces import is_expanded_too_far
 from dtckpt.errors import CheckpointCorruptError, TreeError
 from dtckpt.format.dtypes import DTYPES
 from dtckpt.format.grid import MAX_RANK
 
-STORAGES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex128": "ComplexDoubleStorage",
-    "complex64": "ComplexFloatStorage",
-}
-"""The classes of storages that tell a dtype, all in ``torch``. Elements of other dtypes lie in an untyped storage."""
 _TYPED = {f"torch.{name}": dtype for dtype, name in STORAGES.items()}
-_UNTYPED = "torch.storage.UntypedStorage"
-_PLAIN_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
-_DTENSOR = "torch.distributed.tensor.DTensor"
 _MAX_NUMBER = 1 << 62
 _MAX_WRAPPED = 8
 """Bound on the calls around a tensor: a parameter with attributes has three."""
 _MAX_FIELDS = 64
 """Bound on the fields of an object of PyTorch: each of many tensors may have the same long object."""
-
-REBUILDS = (
-    "torch._utils._rebuild_tensor",
-    "torch._utils._rebuild_tensor_v2",
-    "torch._utils._rebuild_tensor_v3",
-    "torch._utils._rebuild_parameter",
-    "torch._utils._rebuild_parameter_with_state",
-    "torch._tensor._rebuild_from_type_v2",
-)
-"""The functions by which a tensor appears in a pickle, and that `tensor_view` knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +104,7 @@ def tensor_view(value: Any, where: str) -> StorageView:
                 function, kind, inner, state = arguments
                 value = (
                     PickledCall(function, inner)
-                    if kind.name in _PLAIN_CLASSES
+                    if kind.name in TENSOR_CLASSES
                     else _whole_part(kind.name, state, where)
                 )
             elif name in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
@@ -182,7 +155,7 @@ def _storage(storage: Any, where: str) -> tuple[str, str, int]:
     if location == "meta":
         raise _refusal(where, "it is on the meta device and has no elements")
     dtype = _TYPED.get(kind.name.replace("torch.cuda.", "torch."), "")
-    if kind.name == _UNTYPED:
+    if kind.name == UNTYPED_STORAGE:
         return key, dtype, count
     if not dtype:
         raise _refusal(where, f"its storage is {kind.name}")
@@ -199,7 +172,7 @@ def _whole_part(kind: str, state: Any, where: str) -> Any:
     """Return the local tensor of a DTensor, if it has all elements."""
     if kind.rpartition(".")[2] == "ShardedTensor":
         raise _refusal(where, "it is one process's part of a tensor; open the folder with the files of all processes")
-    if kind != _DTENSOR:
+    if kind != DTENSOR:
         raise _refusal(where, f"its class is {kind}; save a plain tensor")
     try:
         fields = _fields(state)

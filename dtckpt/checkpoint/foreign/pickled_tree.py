@@ -1,6 +1,6 @@
 """The value of a pickle as a state tree (`dtckpt.format.tree`): containers, plain values, tensors and arrays of numpy.
 
-Closed tables say what a name in the pickle means (`dtckpt.checkpoint.foreign.pickled_values`). A value of another class
+A closed table says what a name in the pickle means (`dtckpt.checkpoint.foreign.pickle_names`). A value of another class
 is left out of the tree, and noted with the reason. So a checkpoint that holds one odd value can be read, but for that
 value. In a list or tuple nothing can be left out; there the next dict above lacks the whole list.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dtckpt.checkpoint.foreign import pickle_names
 from dtckpt.checkpoint.foreign.pickle_syntax import (
     NODE_NBYTES,
     STEP_NBYTES,
@@ -23,7 +24,7 @@ from dtckpt.checkpoint.foreign.pickle_syntax import (
     ReadBudget,
 )
 from dtckpt.checkpoint.foreign.pickled_tensors import StorageView, is_tensor, tensor_view
-from dtckpt.checkpoint.foreign.pickled_values import ARRAYS, plain_value, read_array, refusal
+from dtckpt.checkpoint.foreign.pickled_values import plain_value, read_array, refusal
 from dtckpt.errors import CheckpointCorruptError, TreeError
 from dtckpt.format import tree as trees
 from dtckpt.format.containers import CONTAINERS
@@ -99,9 +100,9 @@ class _Walk:
             return {kind.__name__: self._children(value, path)}
         if is_tensor(value):
             return {"tensor": self._leaf(tensor_view(value, where), where)}
-        if kind is PickledCall and value.name in ARRAYS:
+        if kind is PickledCall and value.name in pickle_names.ARRAYS:
             return {"ndarray": self._leaf(read_array(value, where, self.budget), where)}
-        if kind is PickledCall and value.name in _CONTAINERS:
+        if kind is PickledCall and value.name in pickle_names.CONTAINERS:
             return self._container(value, path)
         plain = plain_value(value, where, self.budget)
         if not is_plain(plain):
@@ -141,7 +142,7 @@ class _Walk:
 
     def _container(self, call: PickledCall, path: tuple[str, ...]) -> trees.Node:
         where = "/".join(path)
-        kind = _CONTAINERS[call.name]
+        kind = pickle_names.CONTAINERS[call.name]
         try:
             argument, items = _READERS[kind](call)
             # Made once without items, so that an argument that the table lacks is found here.
@@ -163,7 +164,7 @@ def _read_defaultdict(call: PickledCall) -> tuple[str | None, Sequence[tuple[Any
     if factory is None:
         return None, call.pairs
     module, _, name = factory.name.rpartition(".")
-    if type(factory) is not Global or module not in ("builtins", "__builtin__"):
+    if type(factory) is not Global or module not in pickle_names.BUILTINS:
         raise ValueError(f"only code could make its factory {factory.name}")
     return _PYTHON_2.get(name, name), call.pairs
 
@@ -184,16 +185,6 @@ def _read_namespace(call: PickledCall) -> tuple[None, Sequence[tuple[Any, Any]]]
 
 _PYTHON_2 = {"long": "int", "unicode": "str"}
 """Names that protocol 2 has for classes of Python 3."""
-
-_CONTAINERS = {
-    "collections.OrderedDict": "OrderedDict",
-    "collections.Counter": "Counter",
-    "collections.defaultdict": "defaultdict",
-    "collections.deque": "deque",
-    "types.SimpleNamespace": "SimpleNamespace",
-    "argparse.Namespace": "SimpleNamespace",
-}
-"""By name in a pickle, the name in `dtckpt.format.containers.CONTAINERS`."""
 
 _READERS = {
     "OrderedDict": _read_dict,

@@ -1,7 +1,7 @@
-"""Plain values and arrays of numpy in a pickle, by a closed table of the names that may make them.
+"""Make the plain values and the arrays of numpy that a pickle describes.
 
-The functions of the table make the plain values of `dtckpt.format.plain_values`, and nothing else. Their arguments are
-plain values too, made first.
+`dtckpt.checkpoint.foreign.pickle_names` has the names that may make a value. The functions here make the plain values
+of `dtckpt.format.plain_values`, and nothing else. Their arguments are plain values too, made first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import io
 import pathlib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from dtckpt.checkpoint.foreign.pickle_names import ARRAYS, NDARRAY, TORCH_DTYPE, VALUES
 from dtckpt.checkpoint.foreign.pickle_syntax import (
     NODE_NBYTES,
     STEP_NBYTES,
@@ -47,7 +47,7 @@ def plain_value(value: Any, where: str, budget: ReadBudget, depth: int = 0) -> A
         depth: The level of the value.
 
     Raises:
-        TreeError: The value is of a class that the table lacks.
+        TreeError: The table of names lacks the name of the value.
         CheckpointCorruptError: The value makes more than the budget has.
     """
     kind = type(value)
@@ -63,14 +63,14 @@ def plain_value(value: Any, where: str, budget: ReadBudget, depth: int = 0) -> A
         return kind(plain_value(item, where, budget, depth + 1) for item in value)
     if kind is Global:
         return _constant(value, where)
-    if kind is not PickledCall or value.name not in _MAKERS:
+    if kind is not PickledCall or value.name not in VALUES:
         raise refusal(value, where)
-    return _made(_MAKERS[value.name], value, where, budget, depth)
+    return _made(_MAKERS[VALUES[value.name]], value, where, budget, depth)
 
 
 def read_array(call: PickledCall, where: str, budget: ReadBudget) -> np.ndarray[Any, Any]:
     """Return the array of numpy that a call, one of `ARRAYS`, would make. Args and Raises: as `plain_value`."""
-    array = _made(ARRAYS[call.name], call, where, budget, 0)
+    array = _made(_ARRAY_MAKERS[ARRAYS[call.name]], call, where, budget, 0)
     if not isinstance(array, np.ndarray):
         raise refusal(call, where, "it has no elements")
     return array
@@ -96,9 +96,9 @@ def _without_empty_attributes(state: Any) -> Any:
 
 
 def _constant(constant: Global, where: str) -> Any:
-    if constant.name == "numpy.ndarray":
+    if constant.name == NDARRAY:
         return np.ndarray
-    if (dtype := _DTYPE.fullmatch(constant.name)) is not None:
+    if (dtype := TORCH_DTYPE.fullmatch(constant.name)) is not None:
         with suppress(CheckpointVersionError):
             return decode_value("torch.dtype", dtype[1])
     raise refusal(constant, where)
@@ -200,38 +200,29 @@ def _of(function: Callable[..., Any]) -> Maker:
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _NUMPY_DTYPES = {np.dtype(kind).str[1:]: np.dtype(kind) for kind in NUMPY_TYPES.values()}
-_DTYPE = re.compile(r"torch\.(bool|[a-z]+[0-9][a-z0-9_]*)")
 _PATHS = (pathlib.PosixPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 
-
-def _both(name: str) -> tuple[str, str]:
-    """Return the names in Python 3 and, as protocol 2 has them, in Python 2."""
-    return f"builtins.{name}", f"__builtin__.{name}"
-
-
 _MAKERS: Mapping[str, Maker] = {
-    **dict.fromkeys(_both("set"), _hashed(_of(set))),
-    **dict.fromkeys(_both("frozenset"), _hashed(_of(frozenset))),
-    **dict.fromkeys(_both("complex"), _of(complex)),
-    **dict.fromkeys((*_both("range"), *_both("xrange")), _of(range)),
+    "set": _hashed(_of(set)),
+    "frozenset": _hashed(_of(frozenset)),
+    "complex": _of(complex),
+    "range": _of(range),
     # Only of bytes or of nothing: bytes(n) would take n bytes of memory.
-    **dict.fromkeys(_both("bytes"), lambda arguments, _: b"".join(arguments)),
-    **dict.fromkeys(_both("bytearray"), lambda arguments, _: bytearray().join(arguments)),
-    "_codecs.encode": _decode_bytes,
+    "bytes": lambda arguments, _: b"".join(arguments),
+    "bytearray": lambda arguments, _: bytearray().join(arguments),
+    "encode": _decode_bytes,
     # Made by functions that load PyTorch only then.
     "torch.Size": _of(partial(decode_value, "torch.Size")),
     "torch.device": _torch_device,
-    **{f"pathlib{module}.{kind.__name__}": _of(kind) for kind in _PATHS for module in ("", "._local")},
-    "datetime.date": _of(datetime.date),
-    "datetime.datetime": _of(datetime.datetime),
-    "datetime.timedelta": _of(datetime.timedelta),
-    "datetime.timezone": _of(datetime.timezone),
-    "numpy.dtype": _numpy_dtype,
-    "_io.BytesIO": _stream,
-    **{f"numpy.{core}.multiarray.scalar": _numpy_scalar for core in ("core", "_core")},
+    **{kind.__name__: _of(kind) for kind in _PATHS},
+    "date": _of(datetime.date),
+    "datetime": _of(datetime.datetime),
+    "timedelta": _of(datetime.timedelta),
+    "timezone": _of(datetime.timezone),
+    "dtype": _numpy_dtype,
+    "BytesIO": _stream,
+    "scalar": _numpy_scalar,
 }
-ARRAYS: Mapping[str, Maker] = {
-    **{f"numpy.{core}.multiarray._reconstruct": _numpy_array for core in ("core", "_core")},
-    **{f"numpy.{core}.numeric._frombuffer": _numpy_array_of_buffer for core in ("core", "_core")},
-}
-"""The calls that make arrays of numpy, by the name of the function."""
+"""By kind in `VALUES`."""
+_ARRAY_MAKERS: Mapping[str, Maker] = {"array": _numpy_array, "array of a buffer": _numpy_array_of_buffer}
+"""By kind in `ARRAYS`."""

@@ -65,7 +65,7 @@ class PieceFiles(CheckpointFiles):
     Args:
         folder: The folder that the files of the index are in.
         index: The index.
-        is_remote: Whether they lie on other storage than this machine's.
+        is_remote: Whether the files are on other storage than this machine's.
 
     Raises:
         CheckpointCorruptError: A file is missing, or shorter than the index says.
@@ -328,7 +328,7 @@ class PieceFiles(CheckpointFiles):
             crc = update(self._read_bytes(file, start, min(start + BATCH_NBYTES, stop)), crc)
         if crc != checked.crc:
             raise MalformedError(
-                f"bytes {checked.start} to {stop} of {file} are not those that were saved: their CRC does not match"
+                f"bytes {checked.start} to {stop} of {file} differ from the saved bytes: their CRC does not match"
             )
 
     @override

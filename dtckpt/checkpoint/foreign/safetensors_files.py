@@ -16,7 +16,7 @@ from dtckpt.checkpoint.foreign.safetensors_index import (
     parse_weight_map,
     validate_parts,
 )
-from dtckpt.checkpoint.foreign.safetensors_notes import index_of
+from dtckpt.checkpoint.foreign.safetensors_tree import index_of
 from dtckpt.checkpoint.reading.pieces import PieceIndex
 from dtckpt.errors import CheckpointCorruptError, capped
 from dtckpt.storage.folder import Folder

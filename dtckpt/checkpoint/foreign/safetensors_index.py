@@ -43,7 +43,7 @@ MAX_HEADER_NBYTES = 100_000_000
 MAX_INDEX_NBYTES = 256 << 20
 """Longest ``*.index.json``."""
 METADATA = "__metadata__"
-"""The key of a header that is no tensor: texts by name."""
+"""The key of a header whose value is texts by name, and no tensor."""
 
 NAMES = {
     "bool": "BOOL",
@@ -98,7 +98,7 @@ class WeightIndex:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def unread(self, read: Collection[str] = ()) -> list[str]:
-        """Return the notes that do not follow from the tensors, but those with the keys ``read``."""
+        """Return the notes that do not follow from the tensors, without the notes whose keys are in ``read``."""
         return [f"{self.name}: metadata/{key}" for key in self.metadata if key not in _TOTALS and key not in read]
 
     def absent(self, where: str, known: Collection[str]) -> dict[str, DtckptError]:
@@ -244,7 +244,7 @@ def parse_weight_map(data: bytes, file: str) -> WeightIndex:
         file: The index's name.
 
     Raises:
-        CheckpointCorruptError: The index is malformed, or names a file that does not lie beside it.
+        CheckpointCorruptError: The index is malformed, or names a file that is missing.
     """
     content = _object(data, file)
     weight_map, metadata = content.get("weight_map"), content.get("metadata") or {}

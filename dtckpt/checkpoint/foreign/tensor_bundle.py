@@ -7,7 +7,7 @@ The keys of the table are names of tensors, and codes of slices. The values are 
                                    7 slices {1 extent {1 start, 2 length}}
     a code     the same, for the elements of a slice: of the name, and start and length per dim
 
-A tensor with slices has no bytes itself. The elements lie in ``<prefix>.data-<shard>-of-<shards>``.
+A tensor with slices has no bytes itself. The elements are in ``<prefix>.data-<shard>-of-<shards>``.
 
 Sources: TensorFlow's core/protobuf/tensor_bundle.proto, core/framework/{types,tensor_shape,tensor_slice}.proto,
 core/util/saved_tensor_slice_util.cc and core/lib/strings/ordered_code.cc.
@@ -157,7 +157,7 @@ def slice_key(name: bytes, extents: Sequence[Extent]) -> bytes:
 
 
 def _signed_code(number: int) -> bytes:
-    """Return a number in a form whose order as bytes is that of the numbers."""
+    """Return a number as bytes, in a form that sorts as the numbers do."""
     bits = (~number if number < 0 else number).bit_length()
     nbytes = bits // 7 + 1
     if nbytes == 1:

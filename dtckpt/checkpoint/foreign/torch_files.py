@@ -1,6 +1,6 @@
 """Find and read files of ``torch.save``, and streams within files: the tree in the pickle, and where each tensor is.
 
-A model of transformers may lie in a folder: in ``pytorch_model.bin``, or in several files, which an index names:
+A model of transformers may be a folder: in ``pytorch_model.bin``, or in several files, which an index names:
 ``pytorch_model.bin.index.json``.
 
 A stream is a part of a file, as in PyTorch's distributed checkpoints: a small zip around the elements of one tensor.
@@ -423,7 +423,7 @@ def _where(folder: Folder, file: str, offset: int) -> str:
 
 
 class PieceLocator:
-    """Finds the elements of the pieces that lie in streams. Thread-safe.
+    """Finds the elements of the pieces in streams. Thread-safe.
 
     Args:
         folder: The folder that the files are in.

@@ -29,21 +29,21 @@ TAIL_NBYTES = 1024
 """Bytes from the end of a file that hold the whole directory of a zip with one tensor."""
 
 _HEADER = struct.Struct("<4s22xHH")
-"""Of a record: signature, bytes of the name, bytes of the extra field."""
+"""Header of a record: signature, bytes of the name, bytes of the extra field."""
 _ENTRY = struct.Struct("<4s4xHH4xIIIHHH8xI")
 """Of the directory: signature, flags, method, CRC, packed bytes, bytes; bytes of name, extra field and comment; header.
 """
 CRC_NBYTES = 4
 _CRC_OFFSET = 16
-"""Of the CRC in an entry of the directory."""
+"""Offset of the CRC in an entry of the directory."""
 _END = struct.Struct("<4s8xII2x")
-"""Of the directory's end: signature, bytes of the directory, its offset."""
+"""Record after the directory: signature, bytes of the directory, its offset."""
 _END_64 = struct.Struct("<4s36xQQ")
 _LOCATOR_64 = struct.Struct("<4s4xQ4x")
 _IS_ENCRYPTED, _HAS_TRAILER = 1, 8
 """Flags."""
 _FULL = 0xFFFFFFFF
-"""In place of a number that has eight bytes elsewhere."""
+"""Value of a field of four bytes, if the extra field has the number in eight bytes."""
 
 _OLD_MAGIC = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
 """The first bytes of the old format: a pickle of a large number."""
@@ -66,7 +66,7 @@ class Record:
         is_plain: Whether the content is stored as it is, neither compressed nor encrypted.
         stop: The end of its content, if it is plain.
         end: The end of the record, where the next record or the directory begins.
-        crc: CRC-32 of its content; 0 if PyTorch was told to take none.
+        crc: CRC-32 of its content; 0 if PyTorch computed none.
         crc_start: Position of the CRC in the directory.
     """
 
@@ -199,7 +199,7 @@ class _Entry(NamedTuple):
 
     @property
     def trailer_nbytes(self) -> int:
-        """Bytes between its content and the next record: of numbers that the header lacks."""
+        """Bytes between the content and the next record, with the numbers that the header lacks."""
         if not self.flags & _HAS_TRAILER:
             return 0
         return 24 if max(self.packed, self.nbytes, self.header) >= _FULL else 16
@@ -216,7 +216,7 @@ def _entries(data: bytes, start: int, where: str) -> Iterator[_Entry]:
         position = extra_start + lengths[1] + lengths[2]
         if signature != b"PK\1\2" or position > len(data):
             raise _malformed(where, "its directory is damaged")
-        # In this order, those that are too large for the entry stand in the extra field.
+        # The extra field has the numbers that are too large for the entry, in this order.
         nbytes, packed, header = _long_numbers((nbytes, packed, header), extra)
         yield _Entry(data[name_start:extra_start].decode(), flags, method, crc, crc_start, packed, nbytes, header)
 
@@ -252,7 +252,7 @@ def _directory_span(read: Read, nbytes: int, where: str) -> tuple[int, int]:
 
 
 def _long_numbers(numbers: tuple[int, ...], extra: bytes) -> tuple[int, ...]:
-    """Return the numbers of an entry; those that are too large for it are in the extra field."""
+    """Return the numbers of an entry; numbers that are too large for it are in the extra field."""
     if _FULL not in numbers:
         return numbers
     position = 0
@@ -288,7 +288,7 @@ def _content(record: Record, read: Read, where: str) -> bytes:
     if len(content) != record.nbytes:
         raise _malformed(where, f"record {record.name[:80]!r} is cut short")
     if record.crc and zlib.crc32(content) != record.crc:
-        raise _malformed(where, f"the bytes of record {record.name[:80]!r} are not those that were saved")
+        raise _malformed(where, f"the bytes of record {record.name[:80]!r} differ from the saved bytes")
     return content
 
 

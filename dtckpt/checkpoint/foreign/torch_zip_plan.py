@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtckpt.checkpoint.foreign.pickled_tensors import STORAGES
+from dtckpt.checkpoint.foreign.pickle_names import STORAGES
 from dtckpt.checkpoint.reading.pieces import c_strides
 from dtckpt.errors import TreeError
 from dtckpt.format import tree as trees
@@ -43,7 +43,7 @@ _END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 _END = struct.Struct("<4s4H2IH")
 _VERSION = 45
-"""Of the zip format: the one with numbers of eight bytes."""
+"""Version of the zip format with numbers of eight bytes."""
 _UTF8, _HAS_TRAILER = 1 << 11, 1 << 3
 _LONG_FIELD, _PADDING_FIELD = 1, 0x4246
 """Extra fields: numbers of eight bytes; and nothing, as PyTorch pads headers."""

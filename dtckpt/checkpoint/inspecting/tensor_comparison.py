@@ -1,4 +1,5 @@
-"""Differences of two checkpoints: `compare_tensors` finds those that need no element, and plans other reads; pure."""
+"""Differences of two checkpoints: `compare_tensors` finds the differences that need no element, and plans the reads for
+the others; pure."""
 
 from __future__ import annotations
 

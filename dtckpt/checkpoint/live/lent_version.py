@@ -1,4 +1,4 @@
-"""`LentVersion`: a version that lies in the training's own tensors, until its context ends.
+"""`LentVersion`: a version in the training's own tensors, until its context ends.
 
 ::
 
@@ -29,7 +29,7 @@ POLL_S = 0.05
 
 
 class LentVersion:
-    """A version that lies in the tensors of its publisher. A context manager: nothing may change them before its exit.
+    """A version in the tensors of its publisher. A context manager: nothing may change them before its exit.
 
     Collective: The exit, over all clients of the job; barrier ``live-return/returned``.
 
@@ -41,7 +41,7 @@ class LentVersion:
 
     Raises:
         VersionLeasedError: At the exit: the readers that it names still read. The tensors may change all the same:
-            these readers get no further byte, and find those that changed by their digests.
+            these readers get no further byte, and find the changed bytes by their digests.
         CoordinatorUnavailableError: At the exit: the coordinator does not say who reads. As above.
     """
 
@@ -69,14 +69,14 @@ def validate_lendable(state: State) -> None:
     """Check that readers can be served from the memory of a state.
 
     Raises:
-        ConfigError: They cannot: the memory is not the host's.
+        ConfigError: The state is not in the host's memory.
     """
     if not isinstance(state.source, MemorySource):
         return
     names = [spec.name for spec in state.specs if any(map(_is_elsewhere, state.source.parts(spec.name)))]
     if names:
         raise ConfigError(
-            f"copy=False serves tensors where they lie, in host memory; tensors {capped(map(repr, names))} are on "
+            f"copy=False serves tensors from their own memory, on the host; tensors {capped(map(repr, names))} are on "
             "another device, or wait for their conjugation or negation: pass copy=True, or leave them out"
         )
 
@@ -86,10 +86,10 @@ def _is_elsewhere(part: tuple[Any, list[Any]]) -> bool:
 
 
 def await_readers(feeds: FeedClient, feed: str, number: int, timeout_s: float) -> None:
-    """Let a version have no more leases, and wait until it has none. Local.
+    """Refuse new leases of a version, and wait until its leases have ended. Local.
 
     Raises:
-        VersionLeasedError: It has leases still; the error names the readers.
+        VersionLeasedError: The version still has leases; the error names the readers.
         DtckptError: As `FeedClient.withdraw`.
     """
     deadline = time.monotonic() + timeout_s

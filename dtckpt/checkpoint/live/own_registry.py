@@ -1,6 +1,6 @@
 """`OwnRegistry`: the registry of feeds that a publisher job runs, where there is no coordinator.
 
-Client 0 starts ``dtckpt-coordinator serve`` as a process of its own at the address that both jobs are given. The
+Client 0 starts ``dtckpt-coordinator serve`` as a separate process at the address that both jobs are given. The
 process ends with the publisher, also if that is killed. If the process dies alone, it is started again, and learns all
 feeds from their clients, as a coordinator that was restarted does. The clients of a job meet as they do without a
 registry: it knows feeds and leases only.

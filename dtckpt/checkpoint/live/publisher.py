@@ -6,8 +6,9 @@
     background                    | digests | held: all parts are whole and known to the registry: readable
     next publish  | retired versions that no reader leases give their memory back | copy | ...
 
-The bytes stay here. The registry (`dtckpt.coordination.feeds`) knows which client has which part, who reads, and when
-memory may be freed. A version becomes readable with its last part, so a reader sees all of a version or nothing of it.
+The bytes stay here. The registry (`dtckpt.coordination.feeds`) knows which client has which part, which clients read,
+and when memory may be freed. A version becomes readable with its last part, so a reader sees all of a version or
+nothing of it.
 """
 
 from __future__ import annotations
@@ -290,7 +291,7 @@ class Publisher:
         The version becomes readable in the background, when all clients have digested their parts; the handle says
         when, and raises the error if it did not.
 
-        With ``copy=False`` the version lies in the tensors themselves, and takes no memory. It is readable when this
+        With ``copy=False`` the version is in the tensors themselves, and takes no memory. It is readable when this
         returns, and training must not change the tensors before the context ends that this returns::
 
             with policy.publish({"model": model}, step=step, copy=False):
@@ -319,7 +320,7 @@ class Publisher:
             waits for readers. See `LentVersion`.
 
         Raises:
-            ConfigError: The version before lies in the tensors still, or ``copy=False`` cannot serve a tensor.
+            ConfigError: The tensors still hold the last version, or ``copy=False`` cannot serve a tensor.
             StorageFullError: There is no memory for the version; nothing was published.
             FencedError: A newer attempt of the job publishes the feed.
             CoordinatorUnavailableError: The coordinator does not answer.
@@ -331,7 +332,7 @@ class Publisher:
             raise ConfigError(f"feed {self.name!r}: copy=False makes no copy that could be cast; drop one of the two")
         if self._lent is not None:
             raise ConfigError(
-                f"feed {self.name!r}: the version of step {self._lent.step} lies in the training's tensors until its "
+                f"feed {self.name!r}: the version of step {self._lent.step} is in the training's tensors until its "
                 "context ends; use `with publisher.publish(..., copy=False):`, and publish behind it"
             )
         casts = Casts(cast) if cast else None

@@ -5,8 +5,8 @@ A relay asks ``POST /v1/pull/<save>/<client>`` for pieces of a part; see `PartSe
     {"puller": random name, "pieces": numbers of pieces | null: the index, "is_all": whether it lacks no others,
      "insists": whether it found no other source, "is_suspect": whether a piece came damaged}
 
-The answer is a length, a head in JSON of this length, and the elements of the pieces that the head names: those of the
-asked ones that the source has. A head with ``is_full`` says that the source has no place, or not this part. The relay
+The answer is a length, a head in JSON of this length, and the elements of the pieces that the head names: the asked
+pieces that the source has. A head with ``is_full`` says that the source has no place, or not this part. The relay
 compares each piece with the publisher's digest before it counts as here, so no relay passes on a wrong byte.
 """
 
@@ -83,7 +83,7 @@ class HeldPart:
         return [number for number in range(len(self.index.pieces)) if number not in self._has and number not in tied]
 
     def some_of(self, numbers: Sequence[int]) -> list[int]:
-        """Return those of some pieces that are here, as far as they go into one answer."""
+        """Return the asked pieces that are here, as many as one answer has room for."""
         found: list[int] = []
         nbytes = 0
         for number in numbers:

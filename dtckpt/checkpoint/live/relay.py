@@ -6,9 +6,9 @@
               all parts are here: tell the registry that this client serves the version on
     then      this host's readers map the parts; other hosts ask the server
 
-The clients of a job on one host share a folder, and pull each part once: whoever has locked the part pulls it, and the
-others wait. A part is never changed. When it goes, its file is removed: whoever has mapped it keeps its memory. A relay
-that cannot pull a version reads it as a plain reader does.
+The clients of a job on one host share a folder, and pull each part once: the client that has locked the part pulls it,
+and the others wait. A part is never changed. When it goes, its file is removed; a process that has mapped the file
+keeps its memory. A relay that cannot pull a version reads it as a plain reader does.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Relay:
             self.folder, address or own_address(feeds.address), timeout_s, self._check_ticket, answer_pull=self._pulls,
             is_relay=True,
         )  # fmt: skip
-        self._server.open(secrets.token_hex(16))  # nobody else knows it: readers show tickets
+        self._server.open(secrets.token_hex(16))  # no other process knows it: readers show tickets
         self._endpoint = PartAddress(self._server.url, self._host, str(folder), root, self.folder.token()).to_bytes()
 
     def _check_ticket(self, shown: str, save: SaveId) -> None:
@@ -134,7 +134,7 @@ class Relay:
         save = save_of_lease(lease)
         pull = _VersionPull(self, lease, save)
         if pull.is_elsewhere_here():
-            return lease  # whoever has it here serves it
+            return lease  # a client that has the piece here serves it
         with self._lock:
             self._held[save.number] = save
         try:
@@ -147,14 +147,14 @@ class Relay:
         return pull.lease
 
     def offer(self, lease: FeedLease, *, is_whole: bool) -> None:
-        """Tell the registry that this client serves a version, or what it has of it so far."""
+        """Tell the registry that this client serves a version, or the parts that it has so far."""
         nbytes = sum(part.nbytes for part in lease.parts) if is_whole else 0
         self._feeds.serve(lease, endpoint=self._endpoint, is_whole=is_whole, nbytes=nbytes)
         if is_whole:
             logger.info("%s is served on", title_of_version(lease.feed, lease.number, lease.step))
 
     def _free_old(self) -> None:
-        """Free the versions that need not stay: also those that clients of this host have left who are gone."""
+        """Free the versions that need not stay: also versions that lost clients of this host have left."""
         with self._lock:
             kept = sorted(self._held)[-self._keep :]
             old = [number for number in self._held if number not in kept]
@@ -213,7 +213,7 @@ class _VersionPull:
         return True
 
     def run(self) -> None:
-        """Pull all parts, other than those that clients of this host have pulled.
+        """Pull all parts that no client of this host has pulled.
 
         Raises:
             SourceLostError: No source has sent anything new for a while.
@@ -311,7 +311,9 @@ class _VersionPull:
                 elif index_digest(answer.index_file) == part.digest:
                     return answer.index_file
                 else:
-                    raise CheckpointCorruptError(f"host {peer.host}: the index of a part is not the one announced")
+                    raise CheckpointCorruptError(
+                        f"host {peer.host}: the index of a part differs from the announced index"
+                    )
         raise AssertionError("sources end with an error")
 
     def _fill(self, held: HeldPart, part: FeedSource, choice: SourceChoice, mark: int) -> None:

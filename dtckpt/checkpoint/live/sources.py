@@ -42,7 +42,7 @@ def folder_of(address: PartAddress) -> HostFolder | None:
 
 
 def relays_of(lease: FeedLease) -> list[tuple[PartAddress, FeedSource]]:
-    """Return the relays of a version, and where they are; without those whose address nobody can read."""
+    """Return the relays of a version, and where they are; without relays whose address cannot be read."""
     found = []
     for holder in lease.holders:
         with suppress(CheckpointCorruptError):

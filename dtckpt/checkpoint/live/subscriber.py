@@ -338,7 +338,7 @@ class Subscriber:
                 self._options.report(report)
 
         def begin() -> None:
-            # Before the first byte, on every client: also one that reads nothing gets bytes that others have read.
+            # Before the first byte, on every client: also a client that reads nothing gets bytes that others have read.
             self._version, self._is_mixed = None, True
 
         try:

@@ -61,7 +61,7 @@ def open_version(
 
     Raises:
         SourceLostError: A part is nowhere to be had.
-        CheckpointCorruptError: An index is not the one that its client announced.
+        CheckpointCorruptError: An index differs from the index that its client announced.
     """
     save = save_of_lease(lease)
     title = title_of_version(lease.feed, lease.number, lease.step)
@@ -111,7 +111,7 @@ def _open_part(
 def _read_index(holder: PartHolder, save: SaveId, part: FeedSource) -> PartIndex:
     file = holder.source.index_file(save, part.client)
     if index_digest(file) != part.digest:
-        raise CheckpointCorruptError(f"the index of client {part.client} is not the one that it announced")
+        raise CheckpointCorruptError(f"the index of client {part.client} differs from its announcement")
     index = PartIndex.from_bytes(file)
     if (index.save, index.client) != (save, part.client):
         raise CheckpointCorruptError(f"client {part.client} announced the index of another part")

@@ -41,7 +41,7 @@ class Candidate:
 
     @property
     def facts(self) -> tuple[int, str, bool]:
-        """The first arguments, without those that depend on other steps."""
+        """The first arguments, without the arguments that depend on other steps."""
         return self.step, self.local, self.is_mirrored
 
     def __str__(self) -> str:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal
 
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.converting.shared_export import ExportOptions, export_together
-from dtckpt.checkpoint.managing.candidates import Candidate, nearest_first
+from dtckpt.checkpoint.managing.candidates import Candidate
 from dtckpt.checkpoint.managing.interval import AutoInterval
-from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME, Run, Saved, current_steps
+from dtckpt.checkpoint.managing.lineage import Run
 from dtckpt.checkpoint.managing.mirror import Mirror, MirrorCopies, mirror_of
 from dtckpt.checkpoint.managing.options import FailedSaves, ManagerOptions, OnFailure, auto_interval, is_continuous
+from dtckpt.checkpoint.managing.removal import StepRemoval
 from dtckpt.checkpoint.managing.resize import Givers, Resize, ResizedState, ResizeRequest
-from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid, run_at
+from dtckpt.checkpoint.managing.restore_newest import RestoredStep, restore_newest_valid
 from dtckpt.checkpoint.managing.retention import Metrics, Retention
 from dtckpt.checkpoint.managing.root import root_of
 from dtckpt.checkpoint.managing.run_history import RUNS_FOLDER, RunHistory
 from dtckpt.checkpoint.managing.schedule import Pace, SaveRules, Schedule
-from dtckpt.checkpoint.managing.step_folders import METRICS_NAME, StepFolders
+from dtckpt.checkpoint.managing.state_origin import StateOrigin
+from dtckpt.checkpoint.managing.step_folders import StepFolders
+from dtckpt.checkpoint.managing.step_sources import StepSources
 from dtckpt.checkpoint.managing.tier_saves import TierSaves, forgive_cut_off
 from dtckpt.checkpoint.options import RestoreOptions, SaveOptions, validated_keys
 from dtckpt.checkpoint.parts.peers import own_address
@@ -152,23 +154,15 @@ class CheckpointManager:
         # The step whose checkpoint is the base of the next save; None until this manager has saved or restored one.
         self._base_step: int | None = None
         self._tier = TierSaves(local, self._folders, self._root.folder, self.options.save) if local else None
+        self._removal = StepRemoval(self._root, self._folders, self.options.keep, leftover_age_s)
         self._copies = (
             None
             if mirror is None
-            else MirrorCopies(mirror_of(mirror), self._folders, self._pin, is_tolerant=on_failure == "warn")
+            else MirrorCopies(mirror_of(mirror), self._folders, self._removal.pin, is_tolerant=on_failure == "warn")
         )
-        # On client 0 only: the run that the state descends from, and the steps on storage; None until they are known.
-        self._run: Run | None = None
-        self._saved: Saved | None = None
+        self._sources = StepSources(self._folders, self._copies, self._tier)
+        self._origin = StateOrigin(joined_member(), self._folders, self._sources)
         self._right_lock = threading.Lock()
-        self._removal_lock = threading.Lock()
-        self._pinned: set[int] = set()  # steps that a restore reads
-        self._damaged: set[int] = set()  # steps that a restore found damaged
-        # The client that this process was when it got its state, and whether it may have lost that state since.
-        self._member: Member | None = joined_member()
-        self._is_torn = False
-        # The step that was restored last, until a save of the run is committed.
-        self._origin: Candidate | None = None
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -200,15 +194,11 @@ class CheckpointManager:
 
     def abandoned_steps(self) -> list[int]:
         """Return the steps of runs that were abandoned, ascending; they are restored by their number only."""
-        saved = self._folders.saved()
-        return sorted(saved.keys() - current_steps(saved))
+        return self._folders.abandoned_steps()
 
     def latest_step(self) -> int | None:
         """Return the newest step of the run that has a finished checkpoint; of the mirror, if the root has no step."""
-        steps = self.all_steps()
-        if not steps and self._copies is not None:
-            steps = sorted(current_steps(self._copies.saved()))
-        return max(steps, default=None)
+        return self._sources.latest_step()
 
     def best_step(self) -> int | None:
         """Return the step with the best metric, as ``keep`` names it."""
@@ -314,9 +304,8 @@ class CheckpointManager:
             if is_leader:
                 self._acquire(coordination.member)
                 self._raise_failed_copy()
-                if noted := self.options.keep.metrics_of(step, metrics):
-                    files[METRICS_NAME] = json.dumps(noted).encode()
-                files[LINEAGE_NAME] = self._descend(step)
+                noted = self.options.keep.metrics_of(step, metrics)
+                files.update(self._origin.step_files(step, self._next_number(), noted))
             return state_of_tree(tree, options, coordination.member.client, range(coordination.member.num_clients))
 
         try:
@@ -374,7 +363,7 @@ class CheckpointManager:
     def _coordination_of_state(self) -> Coordination:
         """Return the connection to the other clients; this process now has the state of one of them."""
         coordination = current_coordination()
-        self._member, self._is_torn = coordination.member, False
+        self._origin.note_whole(coordination.member)
         return coordination
 
     def _write_durable(
@@ -389,9 +378,7 @@ class CheckpointManager:
         def describe() -> State:
             if is_leader:
                 self._acquire(current_coordination().member)
-                if metrics:
-                    files[METRICS_NAME] = json.dumps(dict(metrics)).encode()
-                files[LINEAGE_NAME] = self._descend(save.step, save.number)
+                files.update(self._origin.step_files(save.step, save.number, metrics))
             return collect()
 
         def after(handle: SaveHandle) -> None:
@@ -406,8 +393,8 @@ class CheckpointManager:
         if not self.options.reuse:
             return None
         if self._base_step is None:
-            with self._tolerated("listed"):
-                self._base_step = max(set(self.all_steps()) - self._damaged, default=None)
+            with self._removal.tolerated("listed"):
+                self._base_step = max(set(self.all_steps()) - self._removal.damaged, default=None)
         return None if self._base_step is None else self.path(self._base_step)
 
     def _acquire(self, member: Member) -> None:
@@ -428,29 +415,18 @@ class CheckpointManager:
         if self._failed.tolerate(step, handle.failure, is_told=is_leader):
             handle.forgive()
         if handle.is_committed:
-            self._base_step, self._origin = step, None
+            self._base_step, self._origin.restored = step, None
         # Only after the commit: until then the old checkpoints may be the only good ones.
         if is_leader and handle.is_committed:
             if self._pace is not None:
                 self._pace.note_committed(self._clock() - start)
             if self._copies is not None:
                 self._copies.copy_soon()
-            self._remove_old(step)
+            self._origin.note_listed(self._removal.remove_old(step, time.time()))
 
-    def _descend(self, step: int, number: int | None = None) -> bytes:
-        """Begin a save in the lineage; return the file ``lineage.json`` of its checkpoint.
-
-        Args:
-            step: The step.
-            number: The number of its save in the local tier, if it comes from there.
-        """
-        if number is None:
-            number = time.time_ns() if self._tier is None else self._tier.session.next_number()
-        # The last save listed the steps in the background, after its commit. If it failed, they are listed here.
-        saved, self._saved = self._saved or self._folders.saved(), None
-        run = self._run or self._run_at(self._origin) or Run.at(saved, current_steps(saved))
-        self._run, lineage = run.save(step, saved, number)
-        return lineage.to_bytes()
+    def _next_number(self) -> int:
+        """Return the number of a save that begins now: nanoseconds since the epoch."""
+        return time.time_ns() if self._tier is None else self._tier.session.next_number()
 
     def wait(self) -> None:
         """Wait for the save in flight, for the removal of old checkpoints, and for copies to the mirror.
@@ -488,7 +464,7 @@ class CheckpointManager:
                 if self._tier is not None:
                     self._tier.close(has_failed=has_failed)
             finally:
-                self._saved = None  # others may save there now
+                self._origin.note_listed(None)  # others may save there now
                 self._root.right.release()
                 if self._copies is not None:
                     self._copies.close(has_failed=has_failed)
@@ -548,19 +524,19 @@ class CheckpointManager:
             if chosen.local and tier is not None:
                 tree, local = tier.restore(chosen, target, options, mesh=mesh, layouts=layouts, group=everyone)
             else:
-                path = self._place_of(chosen)
+                path = self._sources.path(chosen)
                 tree = restore(path, target, mesh=mesh, layouts=layouts, options=options, group=everyone)
-            return tree, local, self._run_at(chosen) if collective.is_leader else None
+            return tree, local, self._sources.run_at(chosen) if collective.is_leader else None
 
         def pin(chosen: Candidate) -> AbstractContextManager[None]:
-            return nullcontext() if chosen.local or chosen.is_mirrored else self._pin(chosen.step)
+            return nullcontext() if chosen.local or chosen.is_mirrored else self._removal.pin(chosen.step)
 
-        self._is_torn = self._is_torn or target is not None  # until it is filled
+        self._origin.is_torn = self._origin.is_torn or target is not None  # until it is filled
         with collective.process_lock():
             if tier is not None:
                 tier.join(collective, is_save=False)
             restored = restore_newest_valid(
-                lambda: self._candidates(is_named=step is not None, is_signed=bool(options.trusted_keys)),
+                lambda: self._sources.candidates(is_named=step is not None, is_signed=bool(options.trusted_keys)),
                 collective,
                 step,
                 read,
@@ -569,14 +545,13 @@ class CheckpointManager:
                 folders=self._folders,
             )
         chosen, skipped = restored.chosen, restored.skipped
-        tree, local, self._run = restored.tree
-        self._saved, self._origin = None, chosen
-        self._member, self._is_torn = coordination.member, False
+        tree, local, run = restored.tree
+        self._origin.note_restored(chosen, run, coordination.member)
         self._schedule.note_restored()
-        self._damaged.update(each for each in skipped if each != chosen.step)
+        self._removal.damaged.update(each for each in skipped if each != chosen.step)
         self._base_step = None if chosen.local or chosen.is_mirrored else chosen.step
         if chosen.is_mirrored:
-            self._damaged.add(chosen.step)  # the root lacks it, or has it damaged
+            self._removal.damaged.add(chosen.step)  # the root lacks it, or has it damaged
         if tier is not None:
             tier.go_on_from(chosen, restored.damaged, self._write_durable)
         return RestoredStep(chosen.step, tree, skipped, local, chosen.is_mirrored)
@@ -625,7 +600,8 @@ class CheckpointManager:
             ClientLostError: A client was lost meanwhile. Make the process group anew, and call the method again.
             DtckptError: As `dtckpt.save`, if the clients describe different states, and as `restore`.
         """
-        before, options = self._member or joined_member(), options or RestoreOptions()
+        origin, options = self._origin, options or RestoreOptions()
+        before = origin.member or joined_member()
         if self._handle is not None:
             self._handle.wait()
             forgive_cut_off(self._handle)
@@ -649,13 +625,13 @@ class CheckpointManager:
                 self._root.right.release()
 
         def begin() -> None:
-            self._is_torn = True
+            origin.is_torn = True
 
         request = ResizeRequest(
-            state=None if self._is_torn else state,
+            state=None if origin.is_torn else state,
             step=step,
             seen=None if state is None else step,
-            origin=None if self._origin is None else self._origin.facts,
+            origin=None if origin.restored is None else origin.restored.facts,
             world=before or coordination.member,
             target=target,
             mesh=mesh,
@@ -672,10 +648,7 @@ class CheckpointManager:
             self._pace.renew(has_failed=resized is None)
         if resized is None:
             return self._go_back(givers, target, mesh=mesh, layouts=layouts, options=options)
-        self._origin = None if givers.origin is None else Candidate(*givers.origin)
-        if before is None or (before.client, client) != (0, 0):
-            self._run = None
-        self._saved, self._member, self._is_torn = None, coordination.member, False
+        origin.note_moved(None if givers.origin is None else Candidate(*givers.origin), coordination.member)
         return resized
 
     def _go_back(self, givers: Givers, target: Any, **others: Any) -> ResizedState:
@@ -689,48 +662,6 @@ class CheckpointManager:
             raise
         lost = max(0, (givers.newest or restored.step) - restored.step)
         return ResizedState(restored.step, restored.tree, lost, givers.reason, restored)
-
-    def _place_of(self, chosen: Candidate) -> Location:
-        """Return where a step is that is not in the local tier."""
-        if chosen.is_mirrored and self._copies is not None:
-            return self._copies.path(chosen.step)
-        return self.path(chosen.step)
-
-    def _mirrored(self) -> Saved:
-        """Return the steps of the mirror."""
-        return {} if self._copies is None else self._copies.saved()
-
-    def _run_at(self, origin: Candidate | None) -> Run | None:
-        """Return the run that a restored state descends from, as `run_at`; None if none was restored."""
-        return None if origin is None else run_at(self._folders, self._mirrored(), origin)
-
-    def _candidates(self, *, is_named: bool, is_signed: bool) -> list[Candidate]:
-        """Return the steps that can be restored, newest first; without the root's steps if it cannot be listed.
-
-        Args:
-            is_named: Whether the caller named the step.
-            is_signed: Whether only signed steps count; the memory of the hosts is not signed.
-        """
-        held = self._tier.restorable(is_named=is_named) if self._tier is not None and not is_signed else ()
-        saved, copies = {}, self._mirrored()
-        try:
-            saved = self._folders.saved()
-        except StorageError as error:
-            if not copies and not any(each.is_restorable for each in held):
-                raise
-            logger.warning("the steps of %s cannot be listed, so none of them is restored: %s", self.root, error)
-        return nearest_first(saved, copies, held)
-
-    @contextmanager
-    def _pin(self, step: int) -> Iterator[None]:
-        """Keep a step from being removed, by this process or another one on this host."""
-        with self._removal_lock:
-            self._pinned.add(step)
-        try:
-            with self._folders.place(step).pin():
-                yield
-        finally:
-            self._pinned.discard(step)
 
     # --- exporting ----------------------------------------------------------------------------------------------
 
@@ -763,36 +694,7 @@ class CheckpointManager:
                 chosen = self.latest_step() if step is None else step
                 if chosen is None:
                     raise CheckpointNotFoundError(f"there is no checkpoint to export below {self.root}; save one first")
-                pinned.enter_context(self._pin(chosen))
+                pinned.enter_context(self._removal.pin(chosen))
                 return chosen
 
             return export_together(collective, choose, self.path, location_of(path), options or ExportOptions())
-
-    # --- removing -----------------------------------------------------------------------------------------------
-
-    def _remove_old(self, saved: int) -> None:
-        """Remove steps that need not be kept, and leftovers of dead attempts. In the background, on client 0 only."""
-        self._damaged.discard(saved)
-        with self._tolerated():
-            self._saved = lineages = self._folders.saved()
-            protected, keep = {saved}, self.options.keep
-            doomed = self._folders.doomed(keep, lineages, time.time(), protected=protected, damaged=self._damaged)
-            for step in doomed:
-                with self._tolerated():
-                    self._remove(step)
-        with self._tolerated():
-            self._root.collect(min_age_s=self.options.leftover_age_s, now=time.time())
-
-    @contextmanager
-    def _tolerated(self, action: str = "removed") -> Iterator[None]:
-        """Log a warning if something cannot be removed, and go on: the save is good, and the next save tries again."""
-        try:
-            yield
-        except (DtckptError, OSError) as error:
-            logger.warning("old checkpoints in %s could not all be %s: %s", self.root, action, error)
-
-    def _remove(self, step: int) -> None:
-        with self._removal_lock:
-            # Looked at under the lock, so a restore cannot choose the step between the look and the removal.
-            if step not in self._pinned:
-                self._folders.place(step).remove()

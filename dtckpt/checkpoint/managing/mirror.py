@@ -83,9 +83,7 @@ class MirrorCopies:
     ) -> None:
         where = location_of(mirror.path)
         if where == folders.root or is_inside(where, folders.root) or is_inside(folders.root, where):
-            raise ConfigError(
-                f"the mirror {where} and the root {folders.root} lie in each other; choose another mirror"
-            )
+            raise ConfigError(f"the mirror {where} and the root {folders.root} overlap; choose another mirror")
         self.num_failed = 0
         """The copies that failed."""
         self._root = root_of(where)

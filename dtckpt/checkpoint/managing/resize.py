@@ -102,7 +102,7 @@ class ResizedState:
 
 @dataclass(frozen=True, slots=True)
 class FormerClient:
-    """What a client of the new world says of itself.
+    """The facts that a client of the new world tells the others.
 
     Args:
         step: The step of its state; None: it has none.
@@ -230,7 +230,7 @@ def lost_part(state: State, num_clients: int) -> str:
 
 
 def validate_state(state: Any, step: int | None) -> None:
-    """Check the arguments of a resize. Raises: ConfigError: A state has no step, or a step that is none."""
+    """Check the arguments of a resize. Raises: ConfigError: A state has no step, or an invalid step."""
     if state is not None and not is_step(step):
         raise ConfigError(f"resize: a state needs the step that it is at, a whole number from 0 on; got step={step!r}")
 
@@ -240,7 +240,7 @@ def validate_state(state: Any, step: int | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ResizeRequest:
-    """What a client passes to a resize, as `CheckpointManager.resize` takes it.
+    """The arguments of a client for a resize, as `CheckpointManager.resize` takes them.
 
     Args:
         state: Its state; None: it has none to lend.
@@ -304,7 +304,7 @@ class Resize:
         """Move the state; return the clients that had it, and the result; None if memory lacks a part of the state.
 
         Collective: Over all clients of the new world; barriers ``resize/met``, ``resize/lent``, ``resize/moved``;
-        ``lend/begin`` over those that have a state; and as `dtckpt.restore`.
+        ``lend/begin over the clients that have a state; and as `dtckpt.restore`.
 
         Args:
             prepare: Called in the first round.
@@ -495,6 +495,6 @@ def overlap_with(tensors: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bo
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses between which the memory of a tensor and of all its views lies."""
+    """Return the first address and the end address of the memory of a tensor and of all its views."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

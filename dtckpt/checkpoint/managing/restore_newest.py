@@ -16,7 +16,6 @@ from typing import Any
 
 from dtckpt.checkpoint.collective import Collective
 from dtckpt.checkpoint.managing.candidates import Candidate
-from dtckpt.checkpoint.managing.lineage import Run, Saved, ancestry, current_steps
 from dtckpt.checkpoint.managing.step_folders import StepFolders
 from dtckpt.checkpoint.parts.records import PartCopy
 from dtckpt.checkpoint.tiers.local_restore import LocalRestore
@@ -145,7 +144,7 @@ def restore_newest_valid(
         tried.add(chosen)
         skipped[chosen.step] = reasons[0]
         if step is None or chosen.local or chosen.is_mirrored:
-            logger.error("%s cannot be restored, trying the one before: %s", chosen, reasons[0])
+            logger.error("%s cannot be restored, trying the step before it: %s", chosen, reasons[0])
     if step is not None and failure is not None:
         raise failure
     reasons = [f"; step {step}: {reason}" for step, reason in skipped.items()]
@@ -200,20 +199,3 @@ def _try(
     except DAMAGE as error:
         outcome = _Outcome(failure=error)
     return outcome, outcome.to_bytes()
-
-
-def run_at(folders: StepFolders, mirrored: Saved, chosen: Candidate) -> Run | None:
-    """Return the run that a restored state descends from; None if the root cannot be listed now."""
-    try:
-        saved = {**mirrored, **folders.saved()}
-    except StorageError:
-        if chosen.local:
-            return None
-        if not chosen.is_mirrored:
-            raise
-        saved = dict(mirrored)
-    if not chosen.local:
-        return Run.at(saved, ancestry(saved, chosen.step))
-    number = chosen.number
-    older = {step for step in current_steps(saved) if step <= chosen.step and saved[step].number <= number}
-    return Run.at(saved, frozenset(older))

@@ -63,6 +63,11 @@ class StepFolders:
         """Return the steps of the run that saved last, ascending."""
         return sorted(current_steps(self.saved()))
 
+    def abandoned_steps(self) -> list[int]:
+        """Return the steps of all other runs, ascending."""
+        saved = self.saved()
+        return sorted(saved.keys() - current_steps(saved))
+
     def doomed(
         self,
         keep: Retention,

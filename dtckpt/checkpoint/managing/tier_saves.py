@@ -212,7 +212,7 @@ class TierSaves:
     def _note_refusal(self, step: int, error: BaseException, *, is_told: bool) -> None:
         if is_told and not self._is_refused:
             logger.warning(
-                "step %d is not saved in the local tier, nor are those that follow until it is mended: %s", step, error
+                "step %d is not saved in the local tier, nor are later steps until the error is mended: %s", step, error
             )
         self._is_refused = True
 

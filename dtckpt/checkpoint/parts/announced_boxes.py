@@ -1,7 +1,7 @@
-"""`AnnouncedBoxes`: the boxes that readers said they read, so that the next part has a digest of each.
+"""`AnnouncedBoxes`: the boxes that readers have announced, so that the next part has a digest of each box.
 
 A piece has one digest. A reader on another mesh needs a box of it, and cannot verify the box by the piece's digest. So
-it announces its boxes once, and the writer of the parts digests each distinct one of them with the pieces.
+it announces its boxes once, and the writer of the parts digests each distinct box with the pieces.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_BOXES = 1 << 16
 """Number of boxes that are kept; a new box replaces the box that was announced longest ago."""
 MAX_ANNOUNCEMENT_NBYTES = 32 << 20
 MAX_PASSES = 4
-"""How often the bytes of a part may be digested for boxes: as many readers' layouts may differ in all boxes."""
+"""How often the bytes of a part may be digested for boxes: so many readers' layouts may differ in all boxes."""
 KEPT_PARTS = 64
 """A box goes when it was not announced again within so many parts."""
 RENEWED_PARTS = KEPT_PARTS // 2
@@ -52,7 +52,7 @@ class AnnouncedBoxes:
         """The tensors of the last part."""
 
     def announce(self, text: bytes) -> None:
-        """Note the boxes of an `announcement` that lie in tensors of the last part; so the memory for them is bounded.
+        """Note the boxes of an `announcement` that are inside tensors of the last part, which bounds their memory.
 
         Raises:
             ValueError: The text is malformed.
@@ -71,7 +71,7 @@ class AnnouncedBoxes:
                 del self._boxes[box]
 
     def digested(self, index: PartIndex, data: memoryview | LentMemory) -> PartIndex:
-        """Return the index of the next part with digests of the announced boxes that lie in one of its pieces.
+        """Return the index of the next part with digests of the announced boxes that are inside one of its pieces.
 
         Args:
             index: The index without them.

@@ -36,7 +36,7 @@ class BoxContent:
         region: The box.
         dtype: The stored dtype: equal bits of two dtypes are other numbers.
         digest: Its digest; None: it has none.
-        piece: The piece that it lies in.
+        piece: The piece that contains the box.
         piece_digest: Digest of the piece.
     """
 

@@ -1,4 +1,4 @@
-"""`LendingFolder`: the parts of one process, some of which lie in the tensors of their owner."""
+"""`LendingFolder`: the parts of one process, some of them in the tensors of their owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LentMemory`: the elements of a part that lie in the tensors of their owner, and not in a file.
+"""`LentMemory`: the elements of a part in the tensors of their owner, and not in a file.
 
 Each piece has the offset that it would have in a file with one dense piece after the other. So readers see the same
 index, whether the elements were copied or not. When the loan ends, the owner may change the memory. From then on
@@ -15,7 +15,7 @@ import numpy as np
 from dtckpt.checkpoint.reading.pieces import c_strides
 from dtckpt.checkpoint.saving.staging import ALIGNMENT
 
-ENDED = "the version lay in the memory of its publisher's training, which goes on; take a newer version"
+ENDED = "the version was in the memory of its publisher's training, which goes on; take a newer version"
 
 
 class LentMemory:
@@ -42,7 +42,7 @@ class LentMemory:
         return offset, c_strides(elements.shape)
 
     def elements(self, offset: int) -> np.ndarray[Any, Any]:
-        """Return the elements of a piece, where they lie. Raises: FileNotFoundError: The loan has ended."""
+        """Return a view of the elements of a piece. Raises: FileNotFoundError: The loan has ended."""
         elements = self._elements.get(offset)
         if elements is None:
             raise FileNotFoundError(ENDED)

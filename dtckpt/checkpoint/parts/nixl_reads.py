@@ -1,4 +1,4 @@
-"""Reads by NIXL: a reader takes boxes from the memory of a source, which its server only says how to reach.
+"""Reads by NIXL: a reader takes boxes directly from the memory of a source; the source's server only tells the address.
 
 ::
 
@@ -8,8 +8,8 @@
       | READ runs of bytes into registered memory   |  by the network card, or by a thread of NIXL
       | digest, and copy into the target            |
 
-Both sides ask for it by ``DTCKPT_DATA_NIXL=1``. NIXL copies runs of bytes and verifies nothing, so only boxes with a
-digest travel by it, in a few runs each. The source's server sends the others, and all of them where NIXL is missing.
+Both sides ask for it by ``DTCKPT_DATA_NIXL=1``. NIXL copies runs of bytes and verifies nothing, so a reader takes only
+boxes that have a digest and few runs. The source's server sends all other boxes, and every box if NIXL is missing.
 
 NIXL has no tickets, and over UCX no TLS: any program that reaches its port may read the memory of the process. So use
 it only in networks that you trust. A client that asks for TLS does not use it.
@@ -131,7 +131,7 @@ class NixlReads:
             raise StorageError(f"host {self.host}: read a part by NIXL: {error}") from error
 
     def close(self) -> None:
-        """As `PartTransport.close`. A source whose readers do not say goodbye may refuse later ones."""
+        """As `PartTransport.close`. A source whose readers do not close may refuse later readers."""
         with self._lock:
             parts, self._parts = list(self._parts.values()), {}
         for part in parts:

@@ -120,7 +120,7 @@ class OpenPart:
             raise CheckpointCorruptError(f"the part of client {client} cannot be read: {error}") from error
         self._is_lent = isinstance(self._data, LentMemory)
         self.path = None if self._is_lent else folder.data_path(save, client)
-        """The file; None if the part lies in lent memory."""
+        """The file; None if the part is in lent memory."""
         self._start = 0 if isinstance(self._data, LentMemory) else np.frombuffer(self._data, np.uint8).ctypes.data
         self._verified: dict[int, np.ndarray[Any, Any]] = {}
         self.digests = self.index.digests()

@@ -1,4 +1,4 @@
-"""`PartFiles`: the parts of one save in memory, wherever they lie, as the files of an open checkpoint.
+"""`PartFiles`: the parts of one save in the memory of hosts, as the files of an open checkpoint.
 
 So a restore from the local tier, or of a live version, is the restore of any checkpoint, onto any mesh. Only the reads
 differ. Pieces that this host

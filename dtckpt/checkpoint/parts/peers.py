@@ -78,7 +78,7 @@ class Peer:
         """Return a text that the client keeps. Raises: CheckpointCorruptError: Its digest differs."""
         data = self._get(f"/v1/texts/{digest}", "read a description")
         if bytes_digest(data) != digest:
-            raise CheckpointCorruptError(f"host {self.host}: a description is not the one that its client announced")
+            raise CheckpointCorruptError(f"host {self.host}: a description differs from its client's announcement")
         return data
 
     def indexes(self, save: SaveId) -> list[bytes]:

@@ -117,7 +117,7 @@ class PartPiece:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the elements lie in the file in C order, without gaps."""
+        """Whether the file has the elements in C order, without gaps."""
         return self.strides == c_strides(self.region.shape)
 
 
@@ -278,7 +278,7 @@ class PartIndex:
             raise CheckpointCorruptError(f"the index of a part cannot be read: {error}") from error
 
     def _validate(self) -> None:
-        """Check that each piece lies in its tensor and in the file. Raises: ValueError: A piece does not."""
+        """Check that each piece is inside its tensor and inside the file. Raises: ValueError: A piece is not."""
         if not 0 <= self.client < self.save.num_clients or self.nbytes < 0:
             raise ValueError(f"it is of client {self.client}, with {self.nbytes} bytes")
         wholes = [(Region.full(tensor.shape), DTYPES[tensor.dtype].itemsize) for tensor in self.tensors]

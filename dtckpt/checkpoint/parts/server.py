@@ -84,7 +84,7 @@ MIN_RATE = 64 << 10
 MAX_REFUSED = 1024
 """Refused copies that are remembered."""
 MAX_OPEN_PARTS = 4
-"""Parts that are kept open: those of a few versions, from one to the next of which readers ask for changes."""
+"""Parts that are kept open: the parts of a few versions, since readers ask what changed between two versions."""
 UNSPECIFIED = ("0.0.0.0", "::")  # noqa: S104  to refuse them
 AnswerPull = Callable[[SaveId, int, bytes], Sequence[bytes | memoryview]]
 
@@ -147,7 +147,7 @@ class PartServer:
         self.texts = self._server.texts = texts
 
     def open(self, token: str) -> None:
-        """Answer requests that show a token; those that came before wait for this."""
+        """Answer requests that show a token; earlier requests wait for this."""
         self._server.token = token
         self._server.is_open.set()
 
@@ -340,7 +340,7 @@ class _Elements:
 
 
 class _Digest:
-    """The digest of what was sent before."""
+    """The digest of the elements that were sent before."""
 
     def __init__(self, digest: xxhash.xxh3_64) -> None:
         self._digest = digest
@@ -536,7 +536,7 @@ class _PartHandler(BaseHTTPRequestHandler):
     def _offer(self, nixl: NixlOffer, save: SaveId, client: int) -> None:
         part = self.server.open_part(save, client)
         if part.path is None:
-            raise _RefusedError(404, "the part lies in memory that is lent, which NIXL does not read")
+            raise _RefusedError(404, "the part is in lent memory, which NIXL does not read")
         self._answer([nixl.describe(save, client, part)])
 
     def _take_boxes(self, client: int) -> None:
@@ -574,7 +574,7 @@ class _PartHandler(BaseHTTPRequestHandler):
         try:
             part = self.server.open_part(base, index.client)
             if part.path is None:
-                raise _RefusedError(404, "the part lies in memory that is lent")
+                raise _RefusedError(404, "the part is in lent memory")
             yield _Held(part.memory.data, index.ranges_in(part.index))
         finally:
             unpin()

@@ -129,7 +129,7 @@ class ManifestFiles(CheckpointFiles):
         path: The checkpoint, for messages.
         root: Its folder.
         manifest: Its manifest.
-        is_remote: Whether it lies on other storage than this machine's.
+        is_remote: Whether the checkpoint is on other storage than this machine's.
 
     Raises:
         CheckpointCorruptError: The manifest contradicts itself.

@@ -1,6 +1,6 @@
 """Plan reads of tensors made of pieces: the ranges of bytes that hold a region, and the elements in each; pure.
 
-A box of a piece lies in its file as runs at regular distances. Runs that are close are read together, with the gaps
+The file of a piece has each box as runs at regular distances. Runs that are close are read together, with the gaps
 between them; long ones are cut::
 
     row 0  ..####....     wanted columns 2:6      gap <= max_gap:  |####......####......####|      one read
@@ -68,7 +68,7 @@ def plan_spans(
         regions: The regions.
         max_gap: The longest gap between two runs, in bytes, that is read rather than passed over.
         max_nbytes: Bound on the bytes of a range.
-        places: By piece that lies in a stream, the same piece with the place of its elements.
+        places: By piece in a stream, the same piece with the place of its elements.
 
     Raises:
         RegionError: A region is outside the tensor.

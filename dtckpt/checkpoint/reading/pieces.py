@@ -48,7 +48,7 @@ MAX_SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class CheckedBytes:
-    """Bytes of a file whose checksum the file tells; several pieces may lie in them.
+    """Bytes of a file whose checksum the file tells; they may hold several pieces.
 
     Args:
         start: The first byte.
@@ -68,7 +68,7 @@ class StreamRange:
     """Place of a piece in a stream of ``torch.save`` that holds several pieces.
 
     Args:
-        shape: The shape of the tensor in the stream, which lies in C order.
+        shape: The shape of the tensor in the stream, whose elements are in C order.
         start: The piece's first element among the elements of the stream.
     """
 
@@ -89,8 +89,8 @@ class Piece:
             elements are, and with which strides, is found out when they are read
             (`dtckpt.checkpoint.foreign.torch_files`): an index of a million streams is then one small file. None:
             the elements themselves begin at ``offset``.
-        stream_range: Which elements of the stream the box is; None: all of them.
-        checked: The bytes with a checksum that the piece lies in, if there are any.
+        stream_range: The elements of the stream that the box has; None: all elements.
+        checked: The bytes with a checksum that contain the piece, if there are any.
     """
 
     region: Region
@@ -103,7 +103,7 @@ class Piece:
 
     @property
     def element_strides(self) -> tuple[int, ...]:
-        """Elements from one element to the next, per dim; in a stream, the usual ones."""
+        """Elements from one element to the next, per dim; in a stream, as in C order."""
         return c_strides(self.region.shape) if self.strides is None else self.strides
 
     def stop(self, itemsize: int) -> int:
@@ -117,7 +117,7 @@ class Piece:
 
 
 Extent = tuple[str, int, int]
-"""A file, a first byte in it, and the byte behind the last."""
+"""A range of a file: its name, the first byte, and the byte behind the last byte."""
 
 
 class RulePieces(ABC):
@@ -128,7 +128,7 @@ class RulePieces(ABC):
     """
 
     extents: Sequence[Extent]
-    """The bytes that hold the pieces; one object for all tensors with the same."""
+    """The ranges of files that hold the pieces; one object for all tensors with equal extents."""
     key: object
     """The identity of the pieces among tensors with the same extents and shape."""
 
@@ -267,7 +267,7 @@ class PieceTensor:
 
 @dataclass(frozen=True, slots=True)
 class _MadePieces:
-    """Pieces, and how they are found: an index of their regions, and the position of the piece of each region."""
+    """Pieces with an index of their regions, and the position of the piece of each region."""
 
     pieces: tuple[Piece, ...]
     index: RegionIndex
@@ -418,7 +418,7 @@ class RegionIndex:
         Regions that a plane separates need not be compared::
 
             |  a  | b | c |         the planes in one dim part a from {b, d} from {c, e},
-            |     | d | e |         and those in the other dim part b from d, c from e
+            |     | d | e |         and the planes in the other dim part b from d, c from e
         """
         if self._is_few:
             pairs = combinations(range(len(self._regions)), 2)
@@ -437,7 +437,7 @@ class RegionIndex:
         return None
 
     def _parts(self, group: Positions, dim: int) -> list[Positions]:
-        """Cut a group at all places of a dim that no region of it crosses."""
+        """Cut a group of regions at all places along a dim that no region crosses."""
         group = group[np.argsort(self._starts[group, dim], kind="stable")]
         reach = np.maximum.accumulate(self._stops[group, dim])
         return np.split(group, np.flatnonzero(self._starts[group[1:], dim] >= reach[:-1]) + 1)

@@ -113,7 +113,7 @@ class RegionReader:
         root: Its folder.
         reader: Reads its chunks.
         block_digests: The digests of its blocks.
-        is_remote: Whether the checkpoint lies on other storage than this machine's.
+        is_remote: Whether the checkpoint is on other storage than this machine's.
     """
 
     def __init__(

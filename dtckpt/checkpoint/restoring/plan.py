@@ -138,7 +138,7 @@ def validate_report(report: RestoreReport, options: RestoreOptions) -> None:
 def _nearest(name: str, report: RestoreReport) -> str:
     """Return, for an error, the names nearest to a name among the checkpoint's names that the target does not take."""
     near = get_close_matches(name, report.unexpected[:MAX_COMPARED], n=3) or close_prefixes(name, report.unexpected)
-    return f" (of what is left, {capped(map(repr, near))} is nearest to {name!r})" if near else ""
+    return f" (of the unmatched names, {capped(map(repr, near))} is nearest to {name!r})" if near else ""
 
 
 def validate_expected(report: RestoreReport) -> None:

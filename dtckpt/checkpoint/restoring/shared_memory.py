@@ -125,5 +125,5 @@ def _validate_group(group: Sequence[tuple[str, torch.Tensor]]) -> None:
 def _overlap(name: str) -> LayoutError:
     return LayoutError(
         f"tensor {name!r} cannot be filled: its elements overlap in memory with each other or with another target's "
-        "(expand() and slices do that); pass a tensor with memory of its own"
+        "(expand() and slices do that); pass a tensor that has its own memory"
     )

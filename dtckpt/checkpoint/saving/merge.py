@@ -320,7 +320,7 @@ def _chunk_list(lists: Iterator[bytes], folder: Folder, client: int, expected: i
         data = next(lists)
     if bytes_digest(data) != expected:
         raise CheckpointCorruptError(
-            f"the chunk list of client {client} is not the one that it announced; nothing was committed, save again"
+            f"the chunk list of client {client} differs from its announcement; nothing was committed, save again"
         )
     return checkpoint_pb2.ClientChunks.FromString(data)
 

@@ -126,7 +126,7 @@ def mismatch_error(name: str, box: Region, sides: Sequence[Sequence[int]], cure:
         sides: The clients whose copies are equal, for each of the different copies.
         cure: What to do.
     """
-    differing = " differs from ".join(f"that of clients {capped(clients)}" for clients in sides)
+    differing = " differs from ".join(f"the copy of clients {capped(clients)}" for clients in sides)
     return ReplicaMismatchError(
         f"copies of {box} of tensor {name!r} must be equal: {differing}; {cure}; nothing was committed"
     )

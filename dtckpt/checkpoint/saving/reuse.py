@@ -182,7 +182,7 @@ class Reuse:
         return last_uses(self.shared.values())
 
     def is_done(self, index: int, number: int) -> bool:
-        """Whether a chunk is in the checkpoint already, or is among those that are written first."""
+        """Whether a chunk is in the checkpoint already, or is among the chunks that are written first."""
         return (index, number) in self.shared or (index, number) in self.steady
 
     def share(self, base: Base, folder: Folder) -> None:

@@ -246,7 +246,7 @@ def _wait_at_exit() -> None:
         if not handle.wait(handle.timeout_s):
             logger.error("the process ends before the save of %s, which is given up", handle.path)
         elif handle._has_unseen_failure:
-            logger.error("the save of %s failed, and nobody asked for its result: %s", handle.path, handle._failure)
+            logger.error("the save of %s failed, and its result was never read: %s", handle.path, handle._failure)
 
 
 # Not `atexit`: before that runs, `concurrent.futures` refuses work. Threads come from the reserve by then.

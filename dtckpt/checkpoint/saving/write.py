@@ -63,7 +63,7 @@ class Source(Protocol):
         ...
 
     def copies(self, plan: TensorPlan, region: Region) -> Sequence[Replica]:
-        """Return all of this client's copies of one of its boxes; the first is the one that is fetched."""
+        """Return all of this client's copies of one of its boxes; the first copy is fetched."""
         ...
 
 
@@ -142,7 +142,7 @@ class ClientWriter:
         """Write this client's chunks, its share of the metadata, and its chunk list.
 
         With ``check_replicas``, also compare this client's copies of a value with each other, and note the digests of
-        those that other clients have too; the leader compares these.
+        values that other clients have too; the leader compares these.
 
         Returns:
             Digest of the chunk list's file.

@@ -77,7 +77,7 @@ class _VerifiedBlocks:
             return found
 
     def put(self, key: tuple[str, int], data: bytes) -> None:
-        """Keep a block, and drop those that were not used for long."""
+        """Keep a block, and drop the blocks that were not used for long."""
         with self._lock:
             if key not in self._blocks:
                 self._blocks[key] = data
@@ -262,7 +262,7 @@ class SignedFolder(Folder):
                 )
 
     def validate_files(self) -> None:
-        """Verify all bytes of all files, also of those that no reader needs. Blocks: on storage.
+        """Verify all bytes of all files, also of files that no reader needs. Blocks: on storage.
 
         Raises:
             CheckpointUntrustedError: A file was changed after it was signed.

@@ -1,7 +1,7 @@
 """`SignedFiles`: the digests of files that a signature covers; `Envelope`: the digests with the signatures; pure.
 
-The digests of the manifest (XXH3, CRC-64) find accidents, not forgeries: anyone can compute other bytes of the same
-digest. So the signature is over cryptographic digests of the files, one for each block of 1 MiB or more. A reader
+The digests of the manifest (XXH3, CRC-64) find accidents, not forgeries: an attacker can compute other bytes of the
+same digest. So the signature is over cryptographic digests of the files, one for each block of 1 MiB or more. A reader
 verifies a range of a file by its blocks. The digests are BLAKE3 where the signer has the package ``blake3``, else
 SHA-256. BLAKE3 takes 0.22 s a GiB and core; SHA-256 takes 0.6 s with instructions for it, and 2 s without.
 

@@ -155,7 +155,7 @@ class Replicator:
                 if peer.host not in self._troubled:
                     self._troubled.add(peer.host)
                     logger.warning(
-                        "host %s takes no copies: step %d and those that follow have fewer copies until it does: %s",
+                        "host %s takes no copies: step %d and later steps have fewer copies until it does: %s",
                         peer.host, copy.save.step, error,
                     )  # fmt: skip
                 continue

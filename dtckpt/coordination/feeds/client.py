@@ -273,7 +273,7 @@ class FeedClient:
         except errors.VersionLeasedError:
             return
         except (errors.VersionGoneError, errors.FeedConflictError, errors.FencedError, UnknownError):
-            pass  # the coordinator offers it to nobody
+            pass  # the coordinator offers it to no reader
         self._forget(feed, number)
 
     def _forget(self, feed: str, number: int) -> None:

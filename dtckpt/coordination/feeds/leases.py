@@ -51,7 +51,7 @@ class FeedLease:
         highest_step: That step, if ``is_rewound``.
         tree_digest: Digest of the published tree.
         parts: The publisher's clients, by id.
-        holders: Readers that serve the version on: on this host first, then those with fewest readers.
+        holders: Readers that serve the version on: on this host first, then the relays with fewest readers.
         ends_at: When it ends unless it is renewed, in seconds of the client's clock.
         lost: Publisher's clients that are lost since.
         error: Why it is over, as the coordinator said; None: it is not.
@@ -88,7 +88,7 @@ class FeedLease:
             raise self.error
 
     def brought_up(self, told: FeedLease) -> FeedLease:
-        """Take over what the registry told last, and return this lease: whoever has it, has the one that is renewed."""
+        """Take over the last facts of the registry, and return this lease, which all its users share."""
         self.parts, self.holders, self.lost = told.parts, told.holders, told.lost
         self.ends_at = max(self.ends_at, told.ends_at)
         return self

@@ -1,12 +1,12 @@
-"""The rules of feeds: which versions are readable, who holds leases, and which memory must stay.
+"""The rules of feeds: which versions are readable, which readers hold leases, and which memory must stay.
 
 Pure: no clock, no I/O, no randomness. One object holds the state, and `FeedRules.accept` changes it::
 
     call of a client  ->  event  ->  accept(event, now)  ->  answer, notes for the log, feeds that have changed
 
 The coordinator calls it from its own ``apply``, for all jobs. A publisher may run the same object in one of its
-processes, for readers that are given its address. Whoever runs it tells it of clients that are gone (`FeedRules.gone`)
-and of the time (`FeedRules.tick`).
+processes, for readers that are given its address. The process that runs the rules tells them of lost clients
+(`FeedRules.gone`) and of the time (`FeedRules.tick`).
 
 Invariants; ``tests/coordination/feed_simulation.py`` checks them after every event:
 
@@ -139,7 +139,7 @@ class MemoryLimit:
 
 
 class FeedRules(Transitions):
-    """All feeds of one registry; the arguments and attributes are those of the base class."""
+    """All feeds of one registry; the base class describes the arguments and attributes."""
 
     def accept(self, event: FeedEvent, now: float) -> FeedAnswer:
         """Let an event happen.
@@ -484,7 +484,7 @@ class FeedRules(Transitions):
         return lease
 
     def _go_on(self, feed: Feed, lease: Lease, who: Identity, now: float) -> None:
-        """Renew a lease for one more client of its group, or for one that has it already."""
+        """Renew a lease for one more client of its group, or for a client that has it already."""
         if now >= lease.taken_at + MAX_LEASE_S:
             raise errors.VersionGoneError(
                 f"lease of {lease.reader!r} on version {lease.version.number} of feed {feed.name!r} has lasted for "
@@ -620,7 +620,7 @@ def _by_nearness(version: Version, host: str) -> list[VersionHolder]:
 
 
 def _told_holders(lease: Lease, host: str) -> list[VersionHolder]:
-    """Return the holders that a reader is told of: those on its host, its source, and then those with fewest leases.
+    """Return the holders that a reader is told of: on its host, then its source, then by the number of leases.
 
     Each reader is told of the last ones in another order: holders that have no leases yet are not all asked in turn.
     """

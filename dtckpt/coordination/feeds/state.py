@@ -184,7 +184,7 @@ class LastUse:
 
     Args:
         number: The version that it leased last.
-        outcome: How that lease ended, or what the reader has said since.
+        outcome: How that lease ended, or the reader's last report.
         lease_id: Id of the lease.
         job: Job of the reader.
         applied: The version that it applied last; 0: none is known, or one was applied in part.

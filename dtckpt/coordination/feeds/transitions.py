@@ -272,7 +272,7 @@ class Transitions:
 
 
 def told_uses(use: LastUse) -> list[tuple[int, str]]:
-    """Return the versions of a reader to be told, each with its outcome: the one that it uses, and the last one."""
+    """Return two versions of a reader, each with its outcome: the version that it uses, and its last version."""
     in_use = [(use.applied, APPLIED)] if use.applied not in (0, use.number) else []
     return [*in_use, (use.number, use.outcome)]
 

@@ -22,7 +22,7 @@ _HEAD = f"""# Operators on DTensors
 
 Every operator of PyTorch works on DTensors, in one of three ways:
 
-* *Rule*: each device runs the operator on its components. *Module* is where the rule stands, in
+* *Rule*: each device runs the operator on its components. *Module* has the rule, in
   `dtckpt/dtensor/operators/rules/`.
 * *Decomposition*: other operators, which have rules, do its work.
 * *Replication*: each device runs the operator on all of every operand.

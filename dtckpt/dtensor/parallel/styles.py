@@ -62,7 +62,7 @@ class _SplitParameters(ParallelStyle):
         if kind is None:
             raise UnsupportedModuleError(
                 f"{type(self).__name__}: got {type(module).__name__}, expected Linear or Embedding; for other modules, "
-                "parallelize the ones inside of it, or write a ParallelStyle"
+                "parallelize the modules inside it, or write a ParallelStyle"
             )
         parameters, desired = self._parameters[kind], self._inputs[kind]
 

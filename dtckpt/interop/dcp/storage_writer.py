@@ -1,4 +1,4 @@
-"""`DtckptStorageWriter`: has DCP's ``save`` and ``async_save`` write checkpoints of ours.
+"""`DtckptStorageWriter`: DCP's ``save`` and ``async_save`` write checkpoints of this library.
 
 ::
 
@@ -194,9 +194,9 @@ class DtckptStorageWriter(StorageWriter):
         self._thread.operation = SaveOperation(commit_target_of(where))
 
     def prepare_local_plan(self, plan: DcpPlan) -> DcpPlan:
-        """Return the plan, in a form that is sent quickly, with the items once more.
+        """Return the plan in a form that is sent quickly, with a second list of the items.
 
-        The planner will have one rank write each copy; the coordinator takes from these which ranks have copies.
+        The planner will have one rank write each box; by the second list the coordinator knows which ranks have copies.
         """
         items = WriteItems(plan.items)
         return dataclasses.replace(plan, items=items, storage_data=items)
@@ -205,12 +205,12 @@ class DtckptStorageWriter(StorageWriter):
         """Choose the chunks of all tensors, begin an attempt, and announce it to all ranks. Called by the coordinator.
 
         Raises:
-            CheckpointExistsError: There is a checkpoint and it may not be replaced, or something else.
+            CheckpointExistsError: The path has a checkpoint that may not be replaced, or other files.
             TreeError: Two tensors would have one name.
             TensorNameError: A key cannot be a part of a tensor's name.
             DTypeError: A dtype cannot be stored.
             ConfigError: A pattern of ``stored_dtypes`` matches no tensor, or storage does not support the options.
-            SaveDisagreementError: Copies cannot be compared, as the planner has dropped which rank has which.
+            SaveDisagreementError: Copies cannot be compared, as the planner has dropped the ranks of the copies.
         """
         operation, options = self._operation(), self._options
         # Planners that cache send only plans that have changed. A rank whose plan has not may have new chunks all the
@@ -233,7 +233,7 @@ class DtckptStorageWriter(StorageWriter):
         ]
 
     def write_data(self, plan: DcpPlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks into the attempt. Blocks: On storage, so that the future is done.
+        """Write this rank's chunks into the attempt; the returned future is done. Blocks: On storage.
 
         Raises:
             TreeError: An item is neither a tensor nor a value that a state tree can hold; the text names the key.

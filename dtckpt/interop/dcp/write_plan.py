@@ -1,7 +1,7 @@
 """Plan a save whose tensors DCP has divided among its ranks: from boxes to chunks.
 
 DCP's planner says which rank writes which box of which tensor. The coordinator chooses the chunks, and tells each rank
-the chunks of its tensors (`Share`). The rank of a box writes the chunks that lie in it. One more client, the
+the chunks of its tensors (`Share`). The rank of a box writes the chunks inside it. One more client, the
 *assembler*, puts together the few chunks that a box edge cuts: the coordinator, when all ranks have written::
 
     boxes    |----- rank 0 -----|----- rank 1 -----|

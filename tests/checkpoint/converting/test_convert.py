@@ -104,7 +104,7 @@ def test_there_and_back(saved, tmp_path, max_memory):
 
 
 def test_other_readers_read_what_is_written(saved, tmp_path):
-    """safetensors itself, by the names that the rule gives; files are those of transformers."""
+    """safetensors itself, by the names that the rule gives; the files are named as in transformers."""
     dtckpt.convert(saved, tmp_path / "st", to="safetensors", max_shard_size=4000)
     index = json.loads((tmp_path / "st" / "model.safetensors.index.json").read_text())
     names = {name.replace("/", "."): name for name in tensors()}

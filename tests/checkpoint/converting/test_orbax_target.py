@@ -30,7 +30,7 @@ def source(tmp_path):
 
 
 def same(found, saved):
-    """Whether Orbax's tree has the saved values, in containers of its own."""
+    """Whether Orbax's tree has the saved values, in Orbax's containers."""
     if isinstance(saved, dict):
         return found.keys() == saved.keys() and all(same(found[key], saved[key]) for key in saved)
     if isinstance(saved, list | tuple):

@@ -125,7 +125,7 @@ def test_dcp_load_reads_a_directory(tmp_path, monkeypatch, saved):
 
 
 def test_values_that_only_one_format_holds(tmp_path):
-    """`torch.load` makes few classes; a distributed checkpoint holds those of Python and numpy."""
+    """`torch.load` makes few classes; a distributed checkpoint holds classes of Python and numpy."""
     state = {
         "numpy": {"scalar": np.float32(1.5), "state": np.random.RandomState(1).get_state()},
         "queue": deque([1, 2], 4),

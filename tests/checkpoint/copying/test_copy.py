@@ -78,7 +78,7 @@ def test_another_checkpoint_at_the_target_stays(tmp_path):
 def test_arguments_that_cannot_be_used(tmp_path):
     save_steps(tmp_path / "run", [1])
     for target, options, text in (
-        (tmp_path / "run" / "in", {}, "lie in each other"),
+        (tmp_path / "run" / "in", {}, "overlap; choose another"),
         (tmp_path / "d", {"newest": 0}, "newest must be"),
         (tmp_path / "d", {"max_rate": 0}, "max_rate must be"),
         ("memory://d", {"keep_links": True}, "two directories"),

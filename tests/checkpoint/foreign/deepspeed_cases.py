@@ -62,7 +62,7 @@ def joined(groups: list[dict[str, torch.Tensor]], count: int, *, align: int = 1,
         groups: The parameters.
         count: The number of processes.
         align: Parameters begin at multiples of so many elements.
-        elastic: Whether the vectors have no padding, also those of moments.
+        elastic: Whether the vectors have no padding, also the vectors of moments.
     """
     files = []
     for rank in range(count):

@@ -39,7 +39,7 @@ def same(one, other):
 
 
 def test_what_lightning_writes(folder, tmp_path):
-    """The tree is that of Lightning's own loader."""
+    """The tree equals the tree of Lightning's loader."""
     from lightning.fabric.utilities.load import _load_distributed_checkpoint
 
     torch.save(OrderedDict(LIGHTNING), folder / "meta.pt")

@@ -108,7 +108,7 @@ class Unknown(Metadata):
 
 
 def without(name):
-    """Return the places of all chunks but those of a tensor."""
+    """Return the places of all chunks but the chunks of one tensor."""
     return {index: info for index, info in metadata().storage_data.items() if index.fqn != name}
 
 

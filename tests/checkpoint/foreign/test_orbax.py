@@ -60,7 +60,7 @@ def test_values_and_containers():
 
 
 def test_items_of_a_folder():
-    """Items are keys, but one that nobody named is the tree itself."""
+    """Items are keys, but an item without a given name is the tree itself."""
     managed = dtckpt.restore(ORBAX / "v0_manager" / "3")
     assert managed["extra"] == {"epoch": 2, "names": ["x"]}
     assert managed["state"]["opt_state"][0]["count"].item() == 7
@@ -156,7 +156,7 @@ def test_written_by_orbax_now(is_zarr3, has_database, tmp_path):
 
 
 def test_several_processes(tmp_path):
-    """Each process has a database of its own, and the merged one refers to their files."""
+    """Each process has a separate database, and the merged database refers to their files."""
     root = tmp_path / "new"
     shutil.copytree(ORBAX / "v0_ocdbt_zarr2_mesh2x2", root)
     for process in (0, 1):

@@ -17,7 +17,7 @@ from storage.untrusted.hash_attacks import colliding_numbers
 from storage.untrusted.untrusted_checkpoints import limit_memory
 
 from checkpoint.foreign.torch_files import saved, tree_of, zip_of
-from dtckpt.checkpoint.foreign import pickle_syntax
+from dtckpt.checkpoint.foreign import pickle_names, pickle_syntax, pickled_tree, pickled_values
 from dtckpt.checkpoint.foreign.pickle_syntax import parse_pickle
 from dtckpt.checkpoint.foreign.pickled_tensors import StorageView
 from dtckpt.checkpoint.foreign.pickled_tree import read_tree
@@ -50,13 +50,19 @@ PLAIN = {
 }
 
 
+def test_every_name_that_is_allowed_has_a_maker():
+    assert set(pickle_names.VALUES.values()) == set(pickled_values._MAKERS)
+    assert set(pickle_names.ARRAYS.values()) == set(pickled_values._ARRAY_MAKERS)
+    assert set(pickle_names.CONTAINERS.values()) == set(pickled_tree._READERS)
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_plain_values_come_back(protocol):
     tree = tree_of(PLAIN, pickle_protocol=protocol)
     assert tree.refused == {}
     built = trees.build(tree.node, None)
     assert repr(built) == repr(PLAIN)
-    # And the structure is the one that a save of the same tree would have.
+    # And the structure is as in a save of the same tree.
     assert trees.dump(tree.node) == trees.dump(trees.flatten(PLAIN, torch.is_tensor)[1])
 
 

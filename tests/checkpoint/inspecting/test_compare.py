@@ -206,7 +206,7 @@ def test_chunks_whose_digests_are_equal_are_not_read(folder):
     assert report.nbytes == 2 * whole.nbytes // 4
     assert report.differences[0].elements.max_abs.index == (585, 480)
     with no_reads():
-        # Without content digests those of chunks tell.
+        # Without content digests the digests of chunks tell.
         assert compared(paths[1], paths[2]).is_same
         assert found(compared(paths[0], paths[2])) == [("w", "elements")]
 

@@ -17,7 +17,8 @@ from .live_cases import FEED, SHAPES, WAIT_S, await_note, differs, note, parts, 
 
 
 def lend_to_readers(folder: Path) -> list[Any]:
-    """Lend a version to a reader that takes it, and another to one that is late; return how the loans ended."""
+    """Lend a version to a reader that takes it, and another version to a reader that is late; return how the loans
+    ended."""
     found: list[Any] = []
     client = Config.from_environ().client_id
     with Publisher(FEED, folder=folder / "memory", address="127.0.0.1", timeout_s=1.0) as publisher:

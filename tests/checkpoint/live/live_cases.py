@@ -44,7 +44,7 @@ def sharded(whole: dict[str, torch.Tensor], dim: int) -> dict[str, torch.Tensor]
 
 
 def differs(target: dict[str, torch.Tensor], step: int, dim: int) -> list[str]:
-    """Return the names of tensors that are not those of a step."""
+    """Return the names of tensors that differ from the tensors of a step."""
     expected = sharded(values(step), dim)
     return [
         name
@@ -71,7 +71,7 @@ def await_note(folder: Path, name: str) -> None:
 
 
 def publish_steps(folder: Path, steps: Sequence[int], **options: Any) -> list[int]:
-    """Publish steps, each when a reader has the one before; return how many versions were in memory each time."""
+    """Publish steps, each when a reader has the step before it; return the number of versions in memory each time."""
     held = []
     with Publisher(FEED, folder=folder / "memory", **options) as publisher:
         for step in steps:

@@ -1,4 +1,4 @@
-"""Random histories of jobs that publish and read: what their clients do, and who is killed when.
+"""Random histories of jobs that publish and read: the clients' operations, and the times at which clients are killed.
 
 Each client writes what it sees to a file, a line at a time, so that the words of a killed client stay.
 """
@@ -90,7 +90,7 @@ def laid_out(dim: int) -> dict[str, torch.Tensor]:
 
 
 def parts(tree: dict[str, torch.Tensor], uid: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield this client's parts of a tree, with those of a version; of -1: of zeros. Local."""
+    """Yield this client's parts of a tree, with the same parts of a version; version -1 has zeros. Local."""
     whole = values(uid) if uid >= 0 else {name: torch.zeros(shape) for name, shape in SHAPES.items()}
     for name, tensor in tree.items():
         if isinstance(tensor, dtckpt.DTensor):
@@ -101,7 +101,7 @@ def parts(tree: dict[str, torch.Tensor], uid: int) -> Iterator[tuple[torch.Tenso
 
 
 def is_version(target: dict[str, torch.Tensor], uid: int) -> bool:
-    """Whether this client's part of a target is that of one version; of -1: as it was at first."""
+    """Whether this client's part of a target equals its part of a version; version -1: the target is unchanged."""
     return all(mine.equal(expected) for mine, expected in parts(target, uid))
 
 

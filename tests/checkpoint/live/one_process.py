@@ -86,7 +86,7 @@ def use_http(monkeypatch) -> None:
 
 
 def on_mesh(whole: Mapping[str, torch.Tensor], axes: Mapping[str, int], specs: Mapping[str, Specs]) -> dict[str, Any]:
-    """Return tensors on a mesh of virtual devices of this process; those without specs stay plain."""
+    """Return tensors on a mesh of virtual devices of this process; tensors without specs stay plain."""
     devices = 1
     for size in axes.values():
         devices *= size

@@ -96,7 +96,7 @@ def read_on(folder: Path, host: str, ends: list[str], *, is_patient: bool = Fals
         try:
             subscriber.update(timeout_s=WAIT_S)
         finally:
-            (folder / f"{host}{client or ''} has it").write_bytes(b"")  # or has failed: nobody else shall wait
+            (folder / f"{host}{client or ''} has it").write_bytes(b"")  # or has failed: no other client shall wait
         seconds = time.monotonic() - start
         for end in ends:
             await_note(folder, end)

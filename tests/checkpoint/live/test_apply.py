@@ -68,7 +68,7 @@ def test_tensors_that_did_not_change_are_not_copied(jobs, copied):
 
 
 def test_weights_that_the_engine_wrote_to_are_copied(jobs, copied):
-    """Nobody said so: neither autograd's counters nor `invalidate`. Any component counts, also a replica's."""
+    """No caller said so: neither autograd's counters nor `invalidate`. Any component counts, also a replica's."""
     specs = {"base": (UNSHARDED, UNSHARDED), "adapter": ROWS, "norm": None}
     target = on_mesh(blank(weights(0)), {"x": 3}, specs)
     parts = [*target["base"].components, target["norm"]]

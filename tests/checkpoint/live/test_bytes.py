@@ -1,6 +1,6 @@
 """The bytes of live versions: verified where they arrive, not sent if they are held, sent as changes where few differ.
 
-Numbers are those of the situations in which other systems served wrong weights.
+The numbers are of situations in which other systems served wrong weights.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def specs(whole, value):
 
 
 def test_announced_boxes_are_verified_where_they_arrive(jobs, transport):
-    """The first version is verified by its source, as nobody knew the boxes; later ones end to end."""
+    """The first version is verified by its source, since the boxes were not known; later versions end to end."""
     whole = weights(0)
     target = on_mesh(blank(whole), {"x": 3}, specs(whole, COLUMNS))
     with jobs.subscriber(target) as subscriber:
@@ -126,7 +126,7 @@ def test_the_same_version_again(jobs, transport):
 
 
 def test_a_target_that_was_changed_in_secret(jobs, transport):
-    """Situation 22: nobody said so, but the digest of the memory itself tells, where it is not private."""
+    """Situation 22: no caller said so, but the digest of the memory itself tells, where it is not private."""
     target = on_mesh(blank(weights(0)), {"x": 2}, specs(weights(0), ROWS))
     with jobs.subscriber(target) as subscriber:
         for step in range(3):

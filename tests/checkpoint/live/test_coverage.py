@@ -9,7 +9,7 @@ from dtckpt.errors import LayoutError
 
 
 class Fused(nn.Module):
-    """An attention whose three weights are one parameter, with a buffer that counts and one that is not saved."""
+    """An attention whose three weights are one parameter, with a persistent buffer and a buffer that is not saved."""
 
     def __init__(self):
         super().__init__()

@@ -52,7 +52,7 @@ def test_a_lent_version_is_read_and_not_copied(jobs):
 
 
 def test_tensors_of_any_strides_are_served(jobs):
-    """And boxes of them, which nobody has announced: the source verifies a copy of their piece."""
+    """And boxes that no reader has announced: the source verifies a copy of their piece."""
     publisher, generator = jobs.publisher(), torch.Generator().manual_seed(1)
     tree = {
         "transposed": torch.randn(30, 20, generator=generator).t(),
@@ -117,7 +117,7 @@ def test_a_late_reader_gets_nothing_more(jobs, region):
     train(tree)
     for name in ("a", "b"):
         with pytest.raises(
-            errors.SourceLostError, match="lay in the memory of its publisher's training, which goes on"
+            errors.SourceLostError, match="was in the memory of its publisher's training, which goes on"
         ):
             held[0].read(name, region)
     # Neither the reader nor its lease is in the way of what comes next.
@@ -196,7 +196,7 @@ def test_one_loan_at_a_time(jobs):
     publisher = jobs.publisher()
     with lend(publisher, 1) as first:
         for copy in (True, False):
-            with pytest.raises(errors.ConfigError, match="the version of step 1 lies in the training's tensors"):
+            with pytest.raises(errors.ConfigError, match="the version of step 1 is in the training's tensors"):
                 publisher.publish(weights(2), step=2, copy=copy)
     assert publisher.publish(weights(2), step=2, wait=True) is not None
     with lend(publisher, 3), first:
@@ -224,7 +224,7 @@ def test_what_cannot_be_lent(jobs, monkeypatch):
     with pytest.raises(errors.ConfigError, match="copy=False makes no copy that could be cast"):
         publisher.publish(weights(1), step=1, copy=False, cast={"*": torch.bfloat16})
     conjugate = torch.zeros(4, 4, dtype=torch.complex64).conj()
-    with pytest.raises(errors.ConfigError, match=r"copy=False serves tensors where they lie.* 'c'"):
+    with pytest.raises(errors.ConfigError, match=r"copy=False serves tensors from their own memory.* 'c'"):
         lend(publisher, 1, weights(1) | {"c": conjugate})
     # The publisher is as it was.
     with lend(publisher, 2):
@@ -249,7 +249,7 @@ def _raise(*_):
 
 
 def test_relays_serve_a_lent_version_on(jobs, monkeypatch, tmp_path):
-    """The relay pulls it whole; when the loan is over nobody begins to read it there."""
+    """The relay pulls it whole; when the loan is over no reader begins to read it there."""
     publisher, tree, target = jobs.publisher(timeout_s=WAIT_S), weights(1), blank()
     monkeypatch.setenv("DTCKPT_HOST", "engine host")
     with Subscriber(FEED, target, serve=True, folder=tmp_path / "relay", address="127.0.0.1") as relay:
@@ -314,7 +314,8 @@ def test_a_source_that_ends_amid_an_answer(jobs, monkeypatch):
 
 @pytest.mark.processes
 def test_the_coordinator_goes_amid_a_loan(tmp_path):
-    """Who reads is not known then. Training goes on, and a coordinator that comes back offers the version to nobody."""
+    """The coordinator does not know the readers then. Training goes on, and a coordinator that comes back offers the
+    version to no reader."""
     coordinator = ServerProcess(heartbeat_timeout_s=2.0)
     jobs = Jobs(coordinator.port, tmp_path, heartbeat_timeout_s=2.0)
     try:
@@ -337,7 +338,7 @@ def test_the_coordinator_goes_amid_a_loan(tmp_path):
 
 @pytest.mark.processes
 def test_loans_of_two_clients(tmp_path):
-    """Both clients' exits end alike, whichever client a late reader still reads from, and whoever raises."""
+    """Both clients' exits end alike, whichever client a late reader still reads from, and whichever client raises."""
     with Pool() as trainers, Pool() as engines, server_in_thread(heartbeat_timeout_s=5.0) as port:
         options = {"group": True, "coordinator": f"127.0.0.1:{port}", "clients": 2}
         with ThreadPoolExecutor(1) as thread:

@@ -21,7 +21,7 @@ EXPECTED = (
     "FencedError", "SourceLostError", "StorageFullError", "VersionGoneError", "VersionLeasedError",
     "VersionTimeoutError",
 )  # fmt: skip
-"""What calls may raise here. No memory is damaged, so whoever finds damage has read what was freed."""
+"""What calls may raise here. No memory is damaged, so a reader that finds damage has read freed memory."""
 NOT_NOW = "CheckpointNotFoundError: there is no version at live://policy: "
 """What a reader is told that opens the feed while no version can be read: opening waits for none.
 

@@ -115,7 +115,8 @@ def await_free(address):
 
 
 def test_readers_come_first_and_come_back(address, publish):
-    """A reader waits for a publisher, outlives one that is killed, and reads from the next one at the same address."""
+    """A reader waits for a publisher, outlives it when it is killed, and reads from the next publisher at the same
+    address."""
     target = blank()
     with Subscriber("policy", target, registry=address, timeout_s=5.0) as subscriber:
         start = time.monotonic()
@@ -172,7 +173,7 @@ def test_addresses_that_are_none(address, tmp_path):
 
 @pytest.mark.slow
 def test_clients_of_a_job_without_a_coordinator(address, tmp_path):
-    """All of them are told what client 0 finds, and none waits for those that end sooner."""
+    """All of them are told what client 0 finds, and no client waits for clients that end sooner."""
     target = {name: torch.zeros(shape) for name, shape in live_cases.SHAPES.items()}
     with (
         socket.create_server(("127.0.0.1", 0)) as other,

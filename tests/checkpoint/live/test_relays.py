@@ -1,4 +1,4 @@
-"""Readers that serve versions on, each on a host of its own: processes with a coordinator."""
+"""Readers that serve versions on, each on another host: processes with a coordinator."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -77,7 +77,7 @@ def test_a_relay_dies_in_the_middle(hosts, tmp_path):
 
 @pytest.mark.parametrize("serve", [True, False], ids=["relay", "reader"])
 def test_the_memory_of_a_relay_is_damaged(hosts, tmp_path, serve):
-    """Situation 39: nobody gets a wrong byte, the relay is named, and it serves the version no more."""
+    """Situation 39: no reader gets a wrong byte, the relay is named, and it serves the version no more."""
     ends, word = ["engine has it"], "bad is damaged"
     _, bad, found = values(
         hosts(

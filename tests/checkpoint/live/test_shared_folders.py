@@ -24,7 +24,7 @@ def runs(tmp_path, monkeypatch):
 
 
 def publish_alike(runs, publishers, step):
-    """Let both publish versions of one number and step, with elements of their own."""
+    """Let both publish versions of one number and step, with different elements."""
     number = max(publisher._next_number for publisher in publishers)
     for run, publisher in enumerate(publishers):
         publisher._next_number = number

@@ -397,7 +397,7 @@ def test_36_what_is_fetched_is_not_applied(jobs, monkeypatch, fails):
         await_uses(jobs, ("engine", second.version.number, "failed"))
 
 
-# --- who is gone, and who does not answer ----------------------------------------------------------------------------
+# --- clients that are gone, or do not answer -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -436,7 +436,7 @@ def test_14_coordinator_goes_amid_a_read(killable, monkeypatch, in_place):
 
 @pytest.mark.processes
 def test_15_publisher_that_cannot_ask_frees_nothing(killable, over_http):
-    """And it goes on serving those who have tickets."""
+    """And it goes on serving readers that have tickets."""
     server, jobs = killable
     publisher = jobs.publisher(keep=1, max_nbytes=None)
     publish(publisher, 1)
@@ -544,7 +544,7 @@ def test_37_nobody_on_the_other_side(jobs):
         with pytest.raises(errors.VersionTimeoutError, match=r"no lease within 0.3 s: no job publishes feed 'policy'"):
             jobs.fetch(subscriber, timeout_s=0.3)
         assert time.monotonic() - start < WAIT_S
-        # A publisher without readers waits for nobody.
+        # A publisher without readers does not wait.
         publisher = jobs.publisher(keep=1)
         for step in range(4):
             publish(publisher, step)

@@ -49,7 +49,7 @@ class Process:
         if self.number not in members:
             return False
         os.environ.update(RANK=str(members.index(self.number)), WORLD_SIZE=str(len(members)))
-        # A place of its own for each world: processes of the next one may be waiting already.
+        # A separate place for each world: processes of the next world may be waiting already.
         store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
         own = PrefixStore(f"{os.environ['TORCHELASTIC_RUN_ID']}/{self.num_worlds}", store)
         make_default_group(own, 0, Config.from_environ(), "gloo", timeout=WAIT)
@@ -243,7 +243,7 @@ def sharded_by_torch(root: Path) -> Any:
 
 
 def values_of_clients(root: Path) -> Any:
-    """Each client keeps its random state; a function makes the rest of those that are left."""
+    """Each client keeps its random state; a function makes the rest from the remaining clients' states."""
     process = Process()
 
     def at_all(values: Any, _: int, __: int) -> dict[str, Any]:
@@ -351,15 +351,15 @@ def wrong(root: Path) -> list[str]:
 
     attempt(step=None if process.number else 1)
     attempt(step=-1 if process.number else 1)
-    own = manager._member
-    manager._member = replace(own, client=0)
+    own = manager._origin.member
+    manager._origin.member = replace(own, client=0)
     attempt()
-    manager._member = replace(own, attempt=own.attempt + process.number)
+    manager._origin.member = replace(own, attempt=own.attempt + process.number)
     attempt()
-    manager._member = None
+    manager._origin.member = None
     shutdown_multi_client()
     attempt()
-    manager._member = own
+    manager._origin.member = own
     attempt(state={**tree, "step": process.number})
     resized = manager.resize(tree, step=1, mesh=mesh_of_all(), options=OPTIONS)
     told.append(str(is_state(resized.tree, 1)))

@@ -114,7 +114,7 @@ def test_copies_of_a_checkpoint_are_of_its_run():
 
 
 def test_a_manager_that_was_replaced_commits_late():
-    """On an object store two may save for a moment: the one that came later has the newest run."""
+    """On an object store two managers may save for a moment: the later manager has the newest run."""
     run, first = Run(frozenset()).save(10, {}, 100)
     saved = {10: first}
     _, late = run.save(40, saved, 200)

@@ -165,7 +165,7 @@ def test_bad_options(tmp_path, bad):
 
 def test_a_checkpoint_that_is_being_restored_stays(tmp_path):
     manager = save_steps(tmp_path, [1], keep=1)
-    with manager._pin(1):
+    with manager._removal.pin(1):
         manager.save(2, state(2))
         manager.wait()
         assert manager.all_steps() == [1, 2]
@@ -407,7 +407,7 @@ def test_a_damaged_newest_step_is_passed_over(tmp_path, caplog, damage):
     listed = [] if damage == "no manifest" else [3, 2]
     assert list(found.skipped) == listed
     assert all(text.startswith("client 0: ") for text in found.skipped.values())
-    assert all(f"step {step} cannot be restored, trying the one before" in caplog.text for step in listed)
+    assert all(f"step {step} cannot be restored, trying the step before it" in caplog.text for step in listed)
     with pytest.raises(errors.CheckpointError):
         manager.restore(3)
 
@@ -542,7 +542,7 @@ def test_one_process_at_a_time_saves(tmp_path):
 
 
 def test_a_look_takes_no_lock(tmp_path, monkeypatch):
-    """A manager that starts while somebody looks would be refused."""
+    """A manager that starts while another process looks would be refused."""
     save_steps(tmp_path, [1])
     monkeypatch.setattr("fcntl.lockf", lambda *_: pytest.fail("a lock was taken"))
     assert RootLock(tmp_path).holder() == ""

@@ -11,6 +11,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import dtckpt
 from dtckpt import CheckpointManager, Retention
 from dtckpt.checkpoint.managing.lineage import LINEAGE_NAME
+from dtckpt.checkpoint.managing.removal import StepRemoval
 from dtckpt.checkpoint.saving import construction
 from dtckpt.storage import commit_by_rename
 from dtckpt.storage.fsspec_folder import FsspecFolder
@@ -43,7 +44,7 @@ def run_at(root, *, back_to=None, saves=(), **options):
 
 
 def view(root):
-    """What another process sees: the steps of the run, those that were abandoned; and it restores the newest."""
+    """Another process sees the steps of the run and the abandoned steps, and restores the newest step."""
     manager = CheckpointManager(root)
     steps = manager.all_steps()
     found = manager.restore()
@@ -94,7 +95,7 @@ def test_looking_at_an_old_step_changes_nothing(root):
 
 
 def test_a_run_that_goes_back_in_one_life(root):
-    """The steps that it comes by again are due again, also the one that it saved last."""
+    """The steps that it comes by again are due again, also the last saved step."""
     manager = CheckpointManager(root, options=ON_OBJECTS, save_interval_steps=10)
     for step in (10, 20, 30):
         assert manager.save(step, state(step)) is not None
@@ -246,6 +247,6 @@ def crash_at_change(patch, number):
         patch.setattr(owner, name, dying(getattr(owner, name)))
     for owner, name in ((LocalFolder, "write"), (commit_by_rename, "rename"), (Path, "rename"), (shutil, "rmtree")):
         patch.setattr(owner, name, dying(getattr(owner, name)))
-    tidy_up_whole = CheckpointManager._remove_old
-    patch.setattr(CheckpointManager, "_remove_old", tidy_up)
+    tidy_up_whole = StepRemoval.remove_old
+    patch.setattr(StepRemoval, "remove_old", tidy_up)
     return lambda: max(numbers) <= number

@@ -174,7 +174,7 @@ def test_failures_of_storage_are_logged_if_the_user_says_so(root, copies, monkey
 
 def test_mirrors_that_cannot_be_used(root, tmp_path):
     for mirror in (root, root / "in", tmp_path):
-        with pytest.raises(errors.ConfigError, match="lie in each other"):
+        with pytest.raises(errors.ConfigError, match="overlap; choose another"):
             CheckpointManager(root, mirror=mirror)
     with pytest.raises(errors.ConfigError, match="max_rate"):
         Mirror(path=root, max_rate=0)

@@ -12,7 +12,7 @@ from .resize_histories import PROCESSES, expected_steps, play, worlds_of
 
 @pytest.mark.parametrize("number", range(amount(3, 60)))
 def test_random_histories(pool, tmp_path, number):
-    """The state is that of a process that never stops, bit for bit, and as many steps are lost as is promised."""
+    """The state equals the state of a process that never stops, bit for bit; no more steps are lost than promised."""
     chance = random.Random(f"resize {number} {SEED}")
     worlds = worlds_of(chance)
     tier = tmp_path / "tier" if chance.random() < 0.5 else None

@@ -93,7 +93,7 @@ def test_malformed_announcements(text):
 
 
 def test_an_index_without_boxes_has_the_text_of_before():
-    """Parts of the local tier stay readable, by this version of the library and by the one before."""
+    """Parts of the local tier stay readable, by this version of the library and by the version before it."""
     assert b"boxes" not in json.dumps(facts_of(index_of().to_bytes())).encode()
 
 

@@ -170,7 +170,7 @@ def test_who_shows_no_token_makes_room(make, monkeypatch):
 
 
 def test_a_place_is_waited_for(make, monkeypatch):
-    """Nobody is refused because others are served."""
+    """No client is refused because others are served."""
     monkeypatch.setattr(server_module, "MAX_CONNECTIONS", 2)
     server, begun, goes_on = make(timeout_s=30.0), threading.Semaphore(0), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Which files of a host's folder a process may remove: those that no live process has filled."""
+"""A process may remove files of a host's folder that no live process has filled."""
 
 import subprocess
 import sys
@@ -114,7 +114,7 @@ def test_a_process_that_closes_the_folder_first(folder, tmp_path):
 
 
 def test_a_file_system_without_locks(folder, monkeypatch):
-    """There nobody knows whose files they are, so they stay."""
+    """On such a file system the owner of the files is unknown, so they stay."""
 
     def refuse(*_):
         raise OSError("no locks available")

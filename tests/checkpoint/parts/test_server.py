@@ -62,7 +62,7 @@ def peer(server):
 
 
 def request(server, method, path, body=b"", token=TOKEN, headers=()):
-    """Send a request as anybody could; return the status, 0 if the server hangs up without one."""
+    """Send a request as any process could; return the status, 0 if the server hangs up without one."""
     connection = HTTPConnection(server.url, timeout=5)
     try:
         connection.putrequest(method, path, skip_host=True)
@@ -114,7 +114,7 @@ def test_a_copy_again(peer, folder):
     assert bytes(folder.open_data(SAVE, 1)[: len(DATA)]) == bytes(DATA)
 
 
-# A part with a large piece that does not change and a small one that does, the other way round in the second save.
+# A part with a large piece that stays and a small piece that changes; in the second save the other way round.
 LARGE, LARGE_NBYTES = torch.arange(1 << 15, dtype=torch.float32).numpy(), 128 << 10
 NEWER = replace(SAVE, number=8, token="1a1b2c3d")
 
@@ -256,7 +256,7 @@ PATHS = [
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_copy_for_another_place(server, folder, peer, path):
-    """Situation 30: a name that leads out of the directory, or is not that of the part."""
+    """Situation 30: a name that leads out of the directory, or names another part."""
     assert request(server, "PUT", path, body_of(index_of())) in (0, 400, 404, 409)
     assert files_in(folder) == ["job.json", "spare"]
     peer.put(SAVE, 1, index_of().to_bytes(), DATA, None)
@@ -365,7 +365,7 @@ def test_no_space_is_said_with_numbers(peer, folder):
 
 def test_a_text_that_is_another_one(server, peer):
     server.keep_texts({5: b"not of digest 5"})
-    with pytest.raises(CheckpointCorruptError, match="not the one that its client announced"):
+    with pytest.raises(CheckpointCorruptError, match="differs from its client's announcement"):
         peer.text(5)
 
 

@@ -53,7 +53,7 @@ def read_with_orbax(path, names):
     import numpy as np
     import orbax.checkpoint as ocp
 
-    wanted = {name: jax.ShapeDtypeStruct((), np.float32) for name in names}  # shapes and dtypes are those of storage
+    wanted = {name: jax.ShapeDtypeStruct((), np.float32) for name in names}  # shapes and dtypes come from storage
     how = ocp.args.PyTreeRestore(
         wanted, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names}
     )
@@ -64,7 +64,7 @@ def read_with_orbax(path, names):
 def main(reader, path, *names):
     sys.meta_path.insert(0, Refusal())
     warnings.simplefilter("error")
-    # The one file at the top of a checkpoint of kind zarr that is no part of the hierarchy.
+    # The only file at the top of a checkpoint of kind zarr that is no part of the hierarchy.
     warnings.filterwarnings("ignore", "Object at dtckpt.manifest is not recognized")
     arrays = globals()[f"read_with_{reader}"](path, names)
     found = {name: (str(array.dtype), array.shape, array.tobytes().hex()) for name, array in arrays}

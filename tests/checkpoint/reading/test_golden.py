@@ -97,7 +97,7 @@ def test_shuffled_bits_are_read(bits, tmp_path):
 
 
 def test_a_save_shares_chunks_of_shuffled_bits(bits, tmp_path):
-    """Then the settings in the document are not those of the chunk, which tells its own."""
+    """Then the settings in the document differ from the settings that the chunk tells."""
     kvstore = "zarr" if (bits / "zarr.json").exists() else "ocdbt"
     options = SaveOptions(kvstore=kvstore, codec="blosc", chunk_nbytes=COMPRESSED_NBYTES)
     tree = {**compressed(), "more": torch.ones(3)}

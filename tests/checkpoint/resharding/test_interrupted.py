@@ -100,7 +100,7 @@ def run_until_killed(source, target, kvstore, at, pipe):
 
 
 def killed(source, target, kvstore, at):
-    """Reshard in a process of its own that is killed; return the number of its operations if it came to the end."""
+    """Reshard in a new process that is killed; return the number of its operations if it came to the end."""
     ours, theirs = forkserver.Pipe()
     process = forkserver.start(run_until_killed, source, target, kvstore, at, theirs)
     theirs.close()
@@ -115,7 +115,7 @@ def killed(source, target, kvstore, at):
 
 @pytest.fixture
 def num_operations(source, tmp_path, kvstore):
-    """The number of operations on files of a reshard that nobody kills."""
+    """The number of operations on files of a reshard that is not killed."""
     count = killed(source, tmp_path / "counted", kvstore, -1)
     shutil.rmtree(tmp_path / "counted")
     return count
@@ -173,7 +173,7 @@ def test_a_source_that_is_damaged_amid(source, tmp_path, kvstore):
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_source_that_is_removed_or_replaced_amid(source, tmp_path, kvstore, is_replaced):
-    """The files of a database stay open, and are read to the end; those of chunks are opened one by one."""
+    """The files of a database stay open, and are read to the end; files of chunks are opened one by one."""
 
     def remove():
         shutil.rmtree(source)

@@ -249,7 +249,7 @@ class Oracle:
         return model | {name for name in rest if name in self.old.state} | lost | unused
 
     def schedulers(self, optimizer: int) -> set[int]:
-        """Return the saved schedulers that the one of an optimizer takes its state of."""
+        """Return the saved schedulers from which an optimizer's scheduler takes its state."""
         numbers = [number for number, (place, _) in enumerate(self.own.groups) if place == optimizer]
         sources = {self.old.groups[source][0] for number in numbers if (source := self.source(number)) is not None}
         own = {optimizer} & {*range(len(self.saved.optimizers))}

@@ -273,7 +273,7 @@ OPERATIONS: tuple[Callable[[Job, random.Random], Job], ...] = (
 
 @dataclass(frozen=True)
 class History:
-    """A first job, and for each restore the operations that make its job of the one before."""
+    """A first job, and for each restore the operations that make its job from the job before it."""
 
     seed: int
     first: Job

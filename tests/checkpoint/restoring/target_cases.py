@@ -73,7 +73,7 @@ def model_on(kind: str, seed: int, *, is_meta: bool = False) -> nn.Module:
 
 
 def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
-    """Return an optimizer with two groups, whose order is not that of the model."""
+    """Return an optimizer with two groups, whose order differs from the model's."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     biases = [parameter for parameter in trained if parameter.ndim == 1]
     weights = [parameter for parameter in trained if parameter.ndim == 2]
@@ -94,7 +94,7 @@ def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) 
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    # That of PyTorch 2.9 takes uneven strided shards for even ones.
+    # `full_tensor` of PyTorch 2.9 takes uneven strided shards for even shards.
     tensor = interop.from_torch(tensor) if isinstance(tensor, TorchDTensor) else tensor
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

@@ -1,6 +1,6 @@
 """Random histories of saves and restores of optimizers that change, each compared with plain dicts by name.
 
-``DTCKPT_HISTORY_SEED=<seed>`` runs that history alone; of the pipelines, the one of that seed.
+``DTCKPT_HISTORY_SEED=<seed>`` runs that history alone, and the pipeline of that seed.
 """
 
 import os

@@ -53,7 +53,7 @@ def test_members_that_moved_between_groups_of_one_size(tmp_path):
     target = AdamW(groups)
     dtckpt.restore(tmp_path / "s", {"model": other, "optimizer": target})
     assert state_by_name(target, other) == state_by_name(optimizer, model)
-    # A group takes the options that most of its members had; of those that are equally many, the first.
+    # A group takes the options that most of its members had; of options that equally many have, the first.
     assert [group["lr"] for group in target.param_groups] == [0.1, 0.2]
 
 

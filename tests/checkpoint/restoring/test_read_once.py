@@ -1,4 +1,4 @@
-"""Restores that read each byte from storage once, whoever needs it."""
+"""Restores that read each byte from storage once, for all clients that need it."""
 
 import itertools
 

@@ -85,7 +85,7 @@ def test_an_error_names_the_nearest_names(tmp_path):
     dtckpt.save(tmp_path / "s", {"model": {"layers.0.weight": torch.ones(1), "layers.1.weight": torch.ones(1)}, "n": 1})
     with pytest.raises(
         TensorNotFoundError,
-        match=r"nothing at 'model/layer.0.weight' \(of what is left, 'model/layers.0.weight' is nearest to "
+        match=r"nothing at 'model/layer.0.weight' \(of the unmatched names, 'model/layers.0.weight' is nearest to "
         r"'model/layer.0.weight'\)",
     ):
         dtckpt.restore(

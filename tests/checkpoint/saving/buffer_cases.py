@@ -1,4 +1,4 @@
-"""Modules whose buffers differ between clients, as those of BatchNorm under data parallelism; in client processes."""
+"""Modules whose buffers differ between clients, as with BatchNorm and data parallelism; in client processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtckpt.errors import DtckptError
 
 
 class Net(nn.Module):
-    """A network with a BatchNorm, and a large buffer of its own kind."""
+    """A network with a BatchNorm, and a large buffer of another kind."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ def _on_mesh(step: int) -> dict[str, Any]:
 
 
 def save_steps(root: str, kvstore: str) -> list[tuple[int, int]]:
-    """Save three steps, each with the step before as its base; return all bytes, and those that were reused."""
+    """Save three steps, each with the step before as its base; return all bytes, and the bytes that were reused."""
     return [save_step(root, kvstore, step) for step in range(3)]
 
 

@@ -161,7 +161,7 @@ def fail_to_stage(path: str, victim: int) -> None:
         staging._copy = copy
 
 
-# --- in a process of its own ---------------------------------------------------------------------------------------
+# --- in a separate process -----------------------------------------------------------------------------------------
 
 
 def exit_amid_a_save(path: str, how: str) -> None:
@@ -175,7 +175,7 @@ def exit_amid_a_save(path: str, how: str) -> None:
 
 
 def exit_after_a_failure(path: str) -> None:
-    """End the process after a save whose failure nobody looked at."""
+    """End the process after a save whose failure was never read."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("no ink")
@@ -247,7 +247,7 @@ def restore_different_steps(root: str) -> None:
 
 
 def manage_by_time(root: str) -> list[int]:
-    """Client 0's clock decides; that of the others stands still."""
+    """Client 0's clock decides; the other clients' clocks stand still."""
     now = [0.0]
     manager = dtckpt.CheckpointManager(root, save_interval_s=10, clock=lambda: now[0])
     for step in range(6):
@@ -270,7 +270,8 @@ def go_on_after_failures(root: str, victim: int, error: str) -> tuple[list[bool]
     with dtckpt.CheckpointManager(root, on_failure="warn") as manager:
         for step in range(3):
             if step == 1 and dtckpt.client_id() == victim:
-                # If only the victim counted the failure, it would stop at another step than the others, who would hang.
+                # If only the victim counted the failure, it would stop at another step than the others, and they would
+                # hang.
                 TensorStoreWriter.commit = fail  # type: ignore[method-assign]
             try:
                 began.append(manager.save(step, tree_on(mesh, SMALL, str(step))) is not None)
@@ -332,7 +333,7 @@ def save_back_to_back(root: str, blocked: int) -> tuple[list[int], list[int]]:
 
 
 def train_until_preempted(root: str, victim: int) -> tuple[int, list[int], str]:
-    """Train; one client gets SIGTERM amid step 4 and nobody tells the others."""
+    """Train; one client gets SIGTERM amid step 4, and the others get no signal."""
     before = signal.getsignal(signal.SIGTERM)
     mesh = mesh_over_all({"x": dtckpt.num_clients()})
     step = 0
@@ -340,7 +341,7 @@ def train_until_preempted(root: str, victim: int) -> tuple[int, list[int], str]:
         with manager.preemption():
             while not manager.reached_preemption:
                 step += 1
-                assert step < 1000, "the signal has reached nobody"
+                assert step < 1000, "the signal has reached no client"
                 if step == 4 and dtckpt.client_id() == victim:
                     os.kill(os.getpid(), signal.SIGTERM)
                 manager.save(step, tree_on(mesh, SMALL, str(step)))
@@ -426,7 +427,7 @@ def count_saves(prefix: str) -> tuple[int, list[str]]:
 
 
 def assign_after_restore(prefix: str) -> list[str]:
-    """Save objects, restore none of them, and assign them then."""
+    """Save objects, restore without objects as targets, and assign them then."""
     mesh = mesh_over_all({"x": dtckpt.num_clients()})
     path = dtckpt.DTensorCheckpoint(mesh, **tree_on(mesh, SMALL, "a")).save(prefix)
     checkpoint = dtckpt.DTensorCheckpoint(mesh)

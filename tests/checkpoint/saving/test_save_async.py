@@ -335,7 +335,7 @@ def test_a_failure_in_the_background_reaches_all_clients_once(pool, tmp_path, me
     found = pool.values(save_async_cases.fail_in_background, f"{tmp_path}", 1, clients=3, **meeting)
     for at_result_or_save, at_the_other, afterwards, phase in found:
         for text in (at_result_or_save, at_the_other):
-            # Whoever tells it first is named before it.
+            # The client that tells the error first is named before it.
             assert re.fullmatch(r"ClientFailedError: (client [12]: )?client 1: ZeroDivisionError: no ink", text), text
         assert (afterwards, phase) == ("ok", "failed")
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
@@ -395,7 +395,7 @@ def test_a_process_that_exits_commits_its_save(tmp_path, how, code):
 @pytest.mark.share(3, of="processes that start PyTorch")
 def test_a_failure_that_nobody_looked_at_is_logged_at_exit(tmp_path):
     ended = run(f"exit_after_a_failure({str(tmp_path / 's')!r})")
-    assert "nobody asked for its result: no ink" in ended.stderr
+    assert "its result was never read: no ink" in ended.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -168,7 +168,7 @@ def restore_stage(path: str, layers: int, axes: Mapping[str, int], step: int) ->
     """Restore this client's stage of a model; return what is wrong."""
     target = {**stage_state(layers, axes), "step": -1}
     fill(target, 0.0)
-    # Without a mesh nothing tells who else restores.
+    # Without a mesh nothing tells which other clients restore.
     group = dist.group.WORLD if set(axes) == {"pp"} else None
     dtckpt.restore(path, target, options=RestoreOptions(timeout_s=20), group=group)
     rates = {value for key, value in target["optimizer"].items() if key.endswith(".lr")}
@@ -191,7 +191,7 @@ def save_raw_states(path: str, axes: Mapping[str, int]) -> None:
 
 
 def restore_raw_states(path: str, axes: Mapping[str, int]) -> list[str]:
-    """Restore the states into those of a fresh optimizer, and make a step; return what is wrong."""
+    """Restore the states into a fresh optimizer, and make a step; return what is wrong."""
     tree, optimizer = raw_states(axes, with_state=False)
     fill(tree, 0.0)
     dtckpt.restore(path, tree, options=RestoreOptions(timeout_s=20))

@@ -174,7 +174,7 @@ def test_no_byte_that_was_not_signed_gets_to_a_tensor(tmp_path, keys, kind):
 
 
 def test_other_values_under_all_digests_of_the_format_are_refused(tmp_path, keys):
-    """Forge a checkpoint: another save is right by all of its own digests."""
+    """Forge a checkpoint: another save, which is right by all its digests."""
     for name, step in (("s", 1), ("forged", 2)):
         dtckpt.save(tmp_path / name, state(step))
     dtckpt.sign(tmp_path / "s", keys[0])

@@ -51,7 +51,7 @@ def count_save(
 def count_restore(
     path: str, axes: Mapping[str, int], shapes: Shapes, specs: Specs, *, devices: int, read_once: bool
 ) -> tuple[int, int]:
-    """Restore; return the bytes that this client read, and those that it received."""
+    """Restore; return the bytes that this client read, and the bytes that it received."""
     reports: list[Any] = []
     state = state_on(mesh_over_all(axes, devices), shapes, specs)
     seen: list[Communication] = []

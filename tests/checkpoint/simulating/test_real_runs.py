@@ -1,4 +1,4 @@
-"""The bytes of a simulation are those that real processes count."""
+"""A simulation has the same bytes as real processes count."""
 
 import json
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ def model(tmp_path):
 
 
 def simulated(model, case, **options):
-    """Simulate the case, each client on a host of its own."""
+    """Simulate the case, each client on another host."""
     mesh, target = (abstract_mesh(axes, devices_per_client=case.devices) for axes in (case.axes, case.target))
     return dtckpt.simulate(
         model,

@@ -51,7 +51,7 @@ def test_templates_for_some(tmp_path):
 @settings(max_examples=examples(50))
 @given(st.data())
 def test_slices_that_cover_a_tensor(tmp_path_factory, data):
-    """A tensor cut in two along a dim; the parts lie in layouts of their own, on one mesh."""
+    """A tensor cut in two along a dim; the parts have different layouts, on one mesh."""
     mesh = data.draw(meshes())
     shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
     dim = data.draw(st.integers(0, len(shape) - 1))

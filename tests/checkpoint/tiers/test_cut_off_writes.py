@@ -24,7 +24,7 @@ def test_a_write_that_is_cut_off(pool, tmp_path, victims, after):
     assert all(answer.has_died or answer.value["error"] for answer in answers)
     assert [path.name for path in root.glob("step*")] == ["step_00000001"]
 
-    # Another number of hosts, of which one is new; the first of those that died is gone with its memory.
+    # Another number of hosts, of which one is new; the first host that died has lost its memory.
     left = [host for host in HOSTS if host != HOSTS[victims[0]]]
     tier_cases.remove_host(tier, HOSTS[victims[0]])
     answers = pool.values(tier_faults.go_on, root, tier, [*reversed(left), "new", "newer"], clients=4, group=True)

@@ -129,7 +129,7 @@ def test_the_next_saves_after_damage(pool, saved):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_damaged_copy_is_replaced(pool, saved, kind):
     """After the restore that found it: so the step outlives the host of the other copy."""
-    (own, _) = parts_of(saved[1] / "host0", 3, kind)  # the other one is a copy, which nobody reads
+    (own, _) = parts_of(saved[1] / "host0", 3, kind)  # the other part is a copy, which no client reads
     bits_flipped(own)
     restored(pool, saved)
     tier_cases.remove_host(saved[1], "host1")
@@ -186,7 +186,7 @@ def test_a_process_that_opens_the_tier_again(tmp_path):
                 assert manager.save(each, {"w": torch.full((100 * step,), float(each))}) is not None
                 manager.wait()
             assert list(tmp_path.glob("tier/*/spare/*")) != []
-        assert list(tmp_path.glob("tier/*/spare/*")) == [], "memory that nobody fills again is given back"
+        assert list(tmp_path.glob("tier/*/spare/*")) == [], "memory that no save fills again is given back"
         assert beside.restore().tree["w"].unique().tolist() == [10.0 * step + 2]
     beside.close()
 

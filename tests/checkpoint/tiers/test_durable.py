@@ -273,7 +273,7 @@ def test_a_full_tier_while_a_write_is_under_way(tmp_path, storage):
 
 
 def test_a_status_that_is_slow(tmp_path, monkeypatch):
-    """It is for people; no save waits for it, and of those that wait only the newest is written."""
+    """The file is for people; no save waits for it, and only the newest waiting status is written."""
     may_write, asked, real = threading.Event(), [], tier_saves.write_status
 
     def write_status(folder, session, begun):
@@ -300,7 +300,7 @@ def test_a_status_that_cannot_be_written(tmp_path, monkeypatch, caplog):
 
 
 def test_going_back(tmp_path):
-    """The newest step is that of the run that saved last, whatever the numbers of the steps."""
+    """The newest step belongs to the run that saved last, whatever the numbers of the steps."""
     with manager(tmp_path, tier={"keep": 10}) as manager_:
         for step in range(1, 10):
             manager_.save(step, state(step))

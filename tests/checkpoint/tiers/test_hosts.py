@@ -28,7 +28,7 @@ def test_a_manager_that_is_closed_and_saves_again(pool, tmp_path):
 
 
 def test_two_hosts_of_one_name(pool, tmp_path):
-    """Each has memory of its own at the path: they must not pass for one host that holds all parts."""
+    """Each host has separate memory at the path: they must not pass for one host that holds all parts."""
     answers = pool.run(tier_faults.save_as_one_host, tmp_path / "root", tmp_path / "tier", clients=2, group=True)
     assert [answer.error for answer in answers] == ["ConfigError"] * 2, answers
     assert all("another directory" in answer.text for answer in answers)

@@ -35,7 +35,7 @@ def spoil(root):
 
 @pytest.mark.share(1, of="jobs of torchrun")
 def test_hosts_that_are_lost(tmp_path):
-    """Situations 1, 2 and 20: the root is not read, and the end is that of a run that nothing disturbed."""
+    """Situations 1, 2 and 20: the root is not read, and the final state equals the state of an undisturbed run."""
     root, tier, log = tmp_path / "job", tmp_path / "tier", tmp_path / "log.txt"
     chance = random.Random(f"tiers {SEED}")
     options = "--nnodes=1", f"--nproc-per-node={CLIENTS}", f"--max-restarts={KILLS}"

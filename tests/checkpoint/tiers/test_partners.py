@@ -47,7 +47,7 @@ def test_nobody_waits_at_the_end_for_copies_that_do_not_come(pool, tmp_path):
     )  # fmt: skip
     assert max(answer["seconds"] for answer in answers) < 5
     assert answers[1]["held"][6] == [1]
-    # The newest one with all copies is kept beside those that lack some.
+    # The newest step with all copies is kept beside the steps that lack some.
     assert answers[1]["held"][3] == [0, 1]
     assert sorted(answers[0]["held"]) == [3, 5, 6]
 
@@ -172,7 +172,7 @@ def test_one_host_of_two_in_trouble(caplog):
         bad.may_take.release()
         submit(replicator, step, good, bad)
         assert replicator.wait(10)
-        assert replicator.is_free, "who waits for a host in trouble holds up nobody else"
+        assert replicator.is_free, "a host that waits for a host in trouble holds up no other host"
     assert good.taken == [1, 2, 3, 4, 5]
     assert bad.taken == [4, 5]
     assert [save.step for save in replicator.protected] == [4, 5]

@@ -34,7 +34,7 @@ def restored(folder, root):
 
 
 def test_a_copy_that_takes_the_place_of_the_original(tmp_path):
-    """The memory of the hosts has newer steps of the original, which are not those of the copy."""
+    """The memory of the hosts has newer steps of the original root, which the copy of the root lacks."""
     save(tmp_path, "run", "original", range(3))
     shutil.copytree(tmp_path / "run", tmp_path / "fork")
     save(tmp_path, "fork", "fork", range(100, 103))
@@ -64,7 +64,7 @@ def test_a_restore_makes_no_root(tmp_path):
 
 
 def test_two_jobs_at_a_new_root(tmp_path):
-    """The one that is refused has no effect on the other, though it asked first."""
+    """The refused job has no effect on the other, though it asked first."""
     refused, first = manager(tmp_path, "root"), manager(tmp_path, "root")
     with first, refused:
         for each in (refused, first):
@@ -125,7 +125,7 @@ def test_a_damaged_identity(tmp_path, damage, caplog):
 
 @pytest.mark.parametrize("is_lost", [False, True])
 def test_a_clock_that_was_ahead(tmp_path, monkeypatch, is_lost):
-    """The steps of the next run are newer than those that it went on from, whatever its clock says."""
+    """The steps of the next run are newer than the steps that it went on from, whatever its clock says."""
     real = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: real() + 3600 * 10**9)
     save(tmp_path, "root", "first", range(100, 102))
@@ -137,7 +137,7 @@ def test_a_clock_that_was_ahead(tmp_path, monkeypatch, is_lost):
 
 
 def test_a_clock_that_was_ahead_and_a_full_tier(tmp_path, monkeypatch):
-    """Steps that are written to the root past the tier are newer than those in it."""
+    """Steps that are written to the root past the tier are newer than the tier's steps."""
     real = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: real() + 3600 * 10**9)
     save(tmp_path, "root", "first", range(3))

@@ -59,7 +59,7 @@ def test_a_model_of_fsdp2(pool, folders):
     ],
 )
 def test_a_target_that_asks_for_something_else(pool, folders, kind, error):
-    """Situation 32: the errors are those of any checkpoint, and no older step is taken for that."""
+    """Situation 32: the errors are as for any checkpoint, and no older step is restored instead."""
     run(pool, tier_states.save_little, folders, HOSTS[:2])
     for name, text in run(pool, tier_states.restore_more, folders, HOSTS[:2], kind):
         assert name == error, text

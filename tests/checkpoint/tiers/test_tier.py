@@ -194,7 +194,7 @@ def test_a_root_that_was_deleted_and_is_used_again(pool, folders):
 
 
 def test_a_root_that_was_deleted_before_a_restore(pool, folders):
-    """Who asks for what is left gets it, again and again."""
+    """A client that asks for the remaining step gets it, again and again."""
     pool.values(tier_cases.save_steps, *folders, hosts(2), [1, 2, 3], clients=2, group=True)
     shutil.rmtree(folders[0])
     for _ in range(2):
@@ -224,7 +224,7 @@ def test_copies_are_handed_over_before_a_client_leaves(pool, folders):
 
 
 def test_going_back(pool, folders):
-    """Situation 25: the steps that followed the one that was restored count no more."""
+    """Situation 25: the steps after the restored step count no more."""
     for found in pool.values(tier_cases.go_back, *folders, hosts(2), clients=2, group=True):
         assert found == [(4, 4.0), (2, 2.0), (3, 30.0), (3, 30.0), (3, 30.0)]
 
@@ -279,7 +279,7 @@ def test_the_status_says_which_step_is_held(tmp_path):
 
 
 def test_descriptions_of_earlier_steps_are_not_kept(tmp_path):
-    """Each step has a description of its own, because its plain values differ."""
+    """Each step has another description, because its plain values differ."""
     local = LocalTier(path=tmp_path / "tier", every_steps=1)
     with CheckpointManager(tmp_path / "root", local=local, save_interval_steps=1000) as manager:
         counts = []
@@ -290,7 +290,7 @@ def test_descriptions_of_earlier_steps_are_not_kept(tmp_path):
 
 
 def test_training_goes_on_while_the_tier_copies(tmp_path):
-    """The saved values are those of the call, whatever is written to the tensors right after it."""
+    """The saved values are the values at the call, whatever is written to the tensors right after it."""
     weight = torch.zeros(1 << 20)
     local = LocalTier(path=tmp_path / "tier", every_steps=1, keep=1)
     with CheckpointManager(tmp_path / "root", local=local, save_interval_steps=1000) as manager:

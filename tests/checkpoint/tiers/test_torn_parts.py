@@ -55,10 +55,10 @@ def test_one_client_dies(pool, folders, point):
 @pytest.mark.share(1, of="torn parts, all")
 @pytest.mark.parametrize("point", tier_faults.POINTS)
 def test_all_clients_die(pool, folders, point):
-    # Amid the copies, one of the two: without the first one the other has nobody to send its copy to.
+    # Amid the copies, one of the two: without the first client the other has no host to send its copy to.
     die_at(pool, folders, point, [0] if point in ("copying", "copied") else [0, 1])
     step = restored_step(pool, folders)
-    # Where both die before they note the vote, nobody knows of it any more.
+    # Where both die before they note the vote, no client knows of it any more.
     assert step == (2 if point in (*DOES_NOT_COUNT, "voted") else 3)
     go_on(pool, folders, step)
 

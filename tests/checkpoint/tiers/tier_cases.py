@@ -1,4 +1,4 @@
-"""Jobs with a local tier, run in client processes: each client is a host of its own unless a case says otherwise."""
+"""Jobs with a local tier, run in client processes: each client counts as a host unless a case says otherwise."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def save_steps(
 def restore(
     root: Path, folder: Path, hosts: Sequence[str], step: int | None = None, *, small: bool = True, **options: Any
 ) -> dict[str, Any]:
-    """Restore onto all clients; return facts, and whether each tensor is that of the step."""
+    """Restore onto all clients; return facts, and whether each tensor has the values of the step."""
     mesh = mesh_of_all()
     target = state(0, mesh, small=small)
     with CheckpointManager(root, local=tier(folder, hosts, **options)) as manager:

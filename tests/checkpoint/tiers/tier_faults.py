@@ -182,7 +182,7 @@ def close_and_save_again(root: Path, folder: Path, hosts: Sequence[str]) -> list
 
     def late(name: str) -> Any:
         if dtckpt.client_id() == 0:
-            time.sleep(0.5)  # a client that met those of the closed manager would wait for clients that have left
+            time.sleep(0.5)  # a client in the barriers of the closed manager would wait for clients that have left
         return real(name)
 
     manager = CheckpointManager(root, local=tier(folder, hosts), save_interval_steps=4, options=OPTIONS)
@@ -194,7 +194,7 @@ def close_and_save_again(root: Path, folder: Path, hosts: Sequence[str]) -> list
 
 
 def save_as_one_host(root: Path, folder: Path) -> None:
-    """Save a step on clients whose hosts have one name, and directories of their own at one path."""
+    """Save a step on clients whose hosts have one name, but separate directories at one path."""
     # If names alone told hosts apart, each client would take its directory for the other's,
     # and look there for both parts.
     own = f"directory of client {dtckpt.client_id()}"
@@ -377,5 +377,5 @@ def save_and_leave(folder: str) -> None:
         manager = CheckpointManager(f"{folder}/root", local=local, save_interval_steps=4)
         for step in (1, 2, 3):
             manager.save(step, {"weight": torch.full((100,), float(step)), "step": step})
-        # What `threading` does at the end of a process, which one that was forked leaves out.
+        # The step of threading at the end of a process, which a forked process leaves out.
         save_handle._wait_at_exit()

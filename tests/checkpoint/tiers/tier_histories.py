@@ -35,10 +35,10 @@ class Script:
 
     Args:
         number: Of the attempt; no other one saves the same values.
-        changes: By save, how many steps it is after the one before; the first may go back.
+        changes: By save, the number of steps since the save before it; the first may go back.
         waits: By save, whether everything under way ends before the next.
-        point: Where clients die in the last save; empty: nobody does.
-        victims: Who dies.
+        point: Where clients die in the last save; empty: no client dies.
+        victims: The clients that die.
     """
 
     number: int

@@ -1,4 +1,4 @@
-"""Kinds of state in a local tier, as client processes save and restore them; each client is a host of its own."""
+"""Kinds of state in a local tier, as client processes save and restore them; each client counts as a separate host."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def restore_kinds(root: Path, folder: Path, hosts: Sequence[str]) -> list[str]:
 
 
 def save_own_keys(root: Path, folder: Path, hosts: Sequence[str], steps: Sequence[int]) -> None:
-    """Save as the stages of a pipeline: each client passes layers of its own; later ones another set of them."""
+    """Save as the stages of a pipeline: each client passes other layers, and in later saves another set of layers."""
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
     with CheckpointManager(root, local=tier(folder, hosts), save_interval_steps=10**6) as manager:
         for step in steps:

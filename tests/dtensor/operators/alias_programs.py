@@ -83,7 +83,7 @@ def check(pair: Pair) -> None:
 
 
 def steps_of(tensor: torch.Tensor) -> list[int | None]:
-    """Return a tensor's strides; those of dims of size 1 lead nowhere."""
+    """Return a tensor's strides; strides of dims of size 1 do not count."""
     return [step if size > 1 else None for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
@@ -341,7 +341,7 @@ def overlaps(tensor):
 
 def write(draw, pairs, values):
     number = draw(st.integers(0, len(pairs) - 1))
-    if overlaps(pairs[number].plain):  # which PyTorch lets nobody write to, or warns of
+    if overlaps(pairs[number].plain):  # which PyTorch does not let programs write to, or warns of
         return
     name, function, others = writes(draw, values, tuple(pairs[number].plain.shape))
     note(f"write to {number}: {name}, {[getattr(other.ours, 'placements', 'plain') for other in others]}")

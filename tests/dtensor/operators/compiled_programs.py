@@ -153,7 +153,7 @@ def trained(name: str, mesh: Any, placements: Any, compile_options: dict[str, An
 
 
 def differences(name: str, mesh: Any, placements: Any, **compile_options: Any) -> list[int]:
-    """Return which results of a compiled program differ from those in eager, in values or in layout."""
+    """Return which results of a compiled program differ from eager results, in values or in layout."""
     plain = trained(name, mesh, placements, None)
     compiled = trained(name, mesh, placements, compile_options)
     assert len(plain) == len(compiled)

@@ -78,7 +78,7 @@ def uneven_over_clients():
 
 
 def batches_of_changing_sizes():
-    """A smaller batch changes the shards of some clients only: 5 rows after 8, those of the last two of four."""
+    """A smaller batch, of 5 rows after 8, changes the shards of the last two of four clients only."""
     mesh = line()
     double = local_map(lambda part: (part * 2, part[:, :1]), ([Shard(0)], [Shard(0)]), ([Shard(0)],))
     wrong = []

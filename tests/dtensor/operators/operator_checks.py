@@ -61,7 +61,7 @@ def check(
     has_gradients: bool = True,
     tolerance: float = 1e-4,
 ) -> Any:
-    """Compare an operator's results and gradients with those of plain tensors.
+    """Compare an operator's results and gradients on DTensors with the same on plain tensors.
 
     Args:
         function: Of the tensors.

@@ -1,4 +1,4 @@
-"""Run every operator of PyTorch's OpInfo database on DTensors, and compare the results with those of plain tensors."""
+"""Run every operator of PyTorch's OpInfo database on DTensors, and compare the results with plain tensors."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def _compare_tensors(leaf: Any, want: torch.Tensor, arrangement: Arrangement, wh
 
 
 def _memory(tensor: torch.Tensor) -> tuple[list[int | None], int]:
-    """Return a tensor's strides, those of dims of size 1 apart, which lead nowhere, and its storage offset."""
+    """Return a tensor's strides, without strides of dims of size 1, which do not count, and its storage offset."""
     strides = [step if size > 1 else None for size, step in zip(tensor.shape, tensor.stride(), strict=True)]
     return strides, tensor.storage_offset()
 

@@ -63,7 +63,7 @@ class Sample:
     """One call of an operator: its arguments, as plain tensors."""
 
     arguments: tuple[Any, tuple[Any, ...], dict[str, Any]]
-    """The first argument, the other ones, those with names."""
+    """The first argument, the other arguments, keyword arguments."""
     finish: Callable[[Any], Any] = field(repr=False)
     """Makes of the results what has one gradient only, where the results themselves are free in sign or phase."""
 
@@ -116,7 +116,7 @@ def _samples(op: Any) -> Iterator[Sample]:
             tensors = sample.tensors
             is_dense = all(tensor.layout is torch.strided and not tensor.is_quantized for tensor in tensors)
             if tensors and is_dense and sum(tensor.numel() for tensor in tensors) <= MAX_ELEMENTS:
-                # A DTensor has no strides to speak of: what reads strides must see those of a contiguous tensor.
+                # A DTensor has no strides: an operator that reads strides must see the strides of a contiguous tensor.
                 yield Sample(sample.with_tensors(_contiguous), sample.finish)
 
 

@@ -94,7 +94,7 @@ def _difference(before: dict[str, dict[str, int]], after: dict[str, dict[str, in
 
 
 def reports_of(jobs: Sequence[Job], processes: int) -> Iterator[Report]:
-    """Try operators in processes of their own; one that ends its process is tried once more, alone."""
+    """Try operators in separate processes; an operator that ends its process is tried once more, alone."""
     left = list(jobs)
     lost: list[Job] = []
     with _executor(processes) as executor:

@@ -261,7 +261,7 @@ def _compare(made: Any, wanted: torch.Tensor, dtype: torch.dtype, largest: float
         raise Difference(f"{whole.dtype} {tuple(whole.shape)}, expected {wanted.dtype} {tuple(wanted.shape)}")
     if wanted.layout is not torch.strided:
         whole, wanted = whole.to_dense(), wanted.to_dense()
-    # Results that are no floats are exact, and so are those of operands that are none.
+    # Results are exact if they, or their operands, are no floats.
     of_terms = ROUNDINGS * ROUNDING.get(dtype, 0.0) if wanted.dtype in ROUNDING else 0.0
     relative = max(of_terms, ROUNDINGS * ROUNDING.get(wanted.dtype, 0.0))
     absolute = of_terms * max(largest, 1.0) + relative * _largest(wanted)

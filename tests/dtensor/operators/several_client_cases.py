@@ -1,4 +1,5 @@
-"""Calls and optimizer steps that must equal those on plain tensors, on a mesh that may span several clients."""
+"""Calls and optimizer steps whose results must equal the results on plain tensors, on a mesh that may span several
+clients."""
 
 from __future__ import annotations
 

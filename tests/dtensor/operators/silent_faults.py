@@ -33,7 +33,7 @@ class Call:
     Args:
         name: What it is called in reports.
         function: Takes the tensors.
-        tensors: Plain ones; gradients of those of floating point are compared if ``has_gradient``.
+        tensors: Plain tensors; gradients of floating-point tensors are compared if ``has_gradient``.
         placements: Of each tensor, on a mesh of one axis.
         has_gradient: Whether there is a gradient to compare.
     """

@@ -1,4 +1,4 @@
-"""The catalogue of operators, and the statistics of those that ran."""
+"""The catalogue of operators, and the statistics of operators that ran."""
 
 import logging
 import pkgutil

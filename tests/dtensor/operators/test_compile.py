@@ -269,7 +269,7 @@ def test_steps_on_plain_tensors_are_compiled():
 def test_optimizers_are_freed_without_a_garbage_collection():
     optimizer = optimizer_of(sharded(4, 2))
     optimizer.step()
-    optimizer_of(sharded(4, 2)).step()  # Nobody else has this one.
+    optimizer_of(sharded(4, 2)).step()  # No other object refers to this optimizer.
     known = weakref.ref(optimizer)
     gc.disable()
     try:

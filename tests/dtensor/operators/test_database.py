@@ -1,4 +1,4 @@
-"""Every operator of PyTorch's database is right on DTensors, but for those that `exceptions.toml` gives a reason for.
+"""Every operator of PyTorch's database is right on DTensors, but for operators with a reason in ``exceptions.toml``.
 
 A run tries some of the operators, and of each some calls, others each day; ``DTCKPT_TESTS=all`` tries all of them.
 """
@@ -24,7 +24,7 @@ LEAST_RIGHT = {FORWARD: 663, BACKWARD: 542} if IS_DEVELOPMENT_TORCH else {FORWAR
 @pytest.mark.share(len(operators()) // 20)
 @pytest.mark.parametrize("name", operators())
 def test_operator(name):
-    # All calls of those in the list are tried: what has become right must leave it, so that the list stays true.
+    # All calls of listed operators are tried: an operator that has become right must leave the list.
     outcomes = list(outcomes_of(name, FULL if name in EXCEPTIONS else SCALE))
     if not any(outcome.direction == FORWARD for outcome in outcomes):  # a share of samples that the operator refuses
         outcomes = list(outcomes_of(name, FULL))

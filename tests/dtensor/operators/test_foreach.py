@@ -117,7 +117,7 @@ def test_shapes_that_do_not_fit():
 
 COLUMN = abstract_mesh({"z": 2})
 ON_OTHERS = [None, COLUMN, GRID, COLUMN, None]
-"""Meshes of `SHAPES`; None stands for the one that `made` takes."""
+"""Meshes of `SHAPES`; None stands for the mesh that ``made`` takes."""
 
 
 def on_several_meshes(placed):

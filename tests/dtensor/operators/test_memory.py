@@ -166,7 +166,7 @@ REFUSED = {
 @pytest.mark.parametrize(("mesh", "placements"), PLACES[:2])
 def test_memory_is_not_handed_out(mesh, placements, name):
     x = distribute_tensor(matrices()[0], mesh, placements)
-    with pytest.raises(OperatorError, match="a DTensor has no memory of its own to hand out; to_local returns"):
+    with pytest.raises(OperatorError, match="a DTensor itself has no memory to hand out; to_local returns"):
         REFUSED[name](x)
 
 

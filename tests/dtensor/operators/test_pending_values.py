@@ -1,7 +1,8 @@
 """A pending value passes an operator only if the operator commutes with the reduction for its arguments.
 
 Every operator of PyTorch's database, and calls whose dtypes and numbers matter, run on hard terms of every dtype and
-every reduction; the results are those of the reduced tensors. A run tries some of them, ``DTCKPT_TESTS=all`` all.
+every reduction; the results equal the results on the reduced tensors. A run tries some of them, ``DTCKPT_TESTS=all``
+all.
 """
 
 import pytest
@@ -21,7 +22,7 @@ ARE_FREE = {
     "cosh": "PyTorch's kernels for vectors and for single numbers overflow at different numbers",
     "gradient": "it divides by tensors with zeros, see departures.md",
     "linalg_multi_dot": "large terms make its roundings larger than the trial allows",
-    "masked_std": "of large integers PyTorch's is infinite, but that of split dims is not",
+    "masked_std": "PyTorch's result for large integers is infinite, but not over split dims",
     "masked_var": "as masked_std",
     "nn_functional_max_unpool2d": "where indices repeat, the last thread to write decides",
     "pca_lowrank": "its vectors are free in phase",

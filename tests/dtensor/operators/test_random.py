@@ -155,7 +155,7 @@ def test_parameters_out_of_range(values):
 
 
 def test_the_host_does_not_wait_for_a_gpu_to_check_parameters(monkeypatch):
-    """Numbers of fake tensors cannot be read: whoever asks for one raises."""
+    """Numbers of fake tensors cannot be read: a call that asks for a number raises."""
     monkeypatch.setattr(plain_tensors, "device_of", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(rules, "refill", lambda tensor, *_: tensor)
     checked = []

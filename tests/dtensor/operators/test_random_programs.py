@@ -25,7 +25,7 @@ CLIENTS = int(os.environ.get("DTCKPT_PROGRAM_CLIENTS", "1"))
 
 
 def batches(clients, count, size):
-    """Return ranges of seeds: of all programs, or of the one that is replayed."""
+    """Return ranges of seeds: of all programs, or of the replayed program."""
     if SEED is not None:
         return [range(int(SEED), int(SEED) + 1)] if clients == CLIENTS else []
     return [range(first, first + size) for first in range(0, count, size)]

@@ -1,4 +1,4 @@
-"""Index writes through chains of views: values, gradients and errors are those of plain tensors, in every layout."""
+"""Index writes through chains of views: values, gradients and errors are as on plain tensors, in every layout."""
 
 import pytest
 import torch

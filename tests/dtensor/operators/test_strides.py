@@ -302,7 +302,7 @@ def test_operators_on_lists_write_through_views_with_memory_of_their_own():
 
 @pytest.mark.parametrize("placement", [S0, R], ids=str)
 def test_operators_on_lists_that_fail_have_written_on_all_devices(placement):
-    """PyTorch writes to the tensors before the one that fails."""
+    """PyTorch writes to the tensors before the tensor that fails."""
     (whole, ours), (integers, other) = pair(3, placement=placement), pair(3, dtype=torch.int64)
     for first, second in ((whole, integers), (ours, other)):
         with pytest.raises(RuntimeError, match="can't be cast"):

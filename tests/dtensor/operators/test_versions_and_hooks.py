@@ -1,4 +1,4 @@
-"""Version counters, hooks and saved tensors: as those of plain tensors, in every layout."""
+"""Version counters, hooks and saved tensors are as on plain tensors, in every layout."""
 
 import pytest
 import torch

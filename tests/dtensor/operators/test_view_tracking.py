@@ -51,7 +51,7 @@ def test_writes_to_views_reach_their_source_in_inference_mode_too():
 
 @pytest.mark.parametrize("placement", [R, S0, S1, P], ids=str)
 def test_views_in_inference_mode(placement):
-    """Views are inference tensors where their source is one, as those of plain tensors."""
+    """Views are inference tensors where their source is one, as with plain tensors."""
     plain = torch.arange(24.0).reshape(6, 4)
     whole, ours = torch.nn.Parameter(plain.clone()), torch.nn.Parameter(distributed(plain, placement))
     with torch.inference_mode():

@@ -147,7 +147,7 @@ def agreements() -> Any:
 
 
 def replicas_of_norms() -> Any:
-    """Norms whose weights differ between clients become those of one; frozen ones stay frozen."""
+    """Norms whose weights differ between clients get one client's weights; frozen weights stay frozen."""
     norm = nn.LayerNorm(4)
     with torch.no_grad():
         norm.weight.fill_(dist.get_rank() + 3)
@@ -207,7 +207,7 @@ def shards_that_do_not_follow() -> Any:
 
 
 def losses() -> Any:
-    """The kinds of communication, forward and backward, of each loss that equals that of one device."""
+    """The kinds of communication, forward and backward, of each loss that equals the loss of one device."""
     mesh, seen = line(dtensor), set()
     for shape, dim in (((6, 9), 1), ((2, 9, 3), 1), ((9,), 0), ((2, 8, 3, 2), 1)):
         targets = torch.arange(torch.Size(shape).numel() // shape[dim]).reshape([*shape[:dim], *shape[dim + 1 :]]) % 7
@@ -299,7 +299,7 @@ def checkpointed() -> Any:
 
 
 def trained() -> Any:
-    """Steps of an optimizer, with a tied weight and a parallel loss, are those on one device."""
+    """Steps of an optimizer, with a tied weight and a parallel loss, are as on one device."""
     plan = transformer_plan(dtensor, is_sequence=True, is_loss_parallel=True)
     model = parallelize_module(made(lambda: Transformer(is_tied=True)), line(dtensor), plan)
     plain = made(lambda: Transformer(is_tied=True))
@@ -349,7 +349,7 @@ def kept_distributed() -> Any:
 
 
 def lengths_that_change() -> Any:
-    """Sequences whose shards change on some clients only: from 3 to 4 tokens, that of the first client stays."""
+    """Sequences whose shards change on some clients only: from 3 to 4 tokens, so the first client's shard stays."""
     kept = parallelize_module(made(Transformer), line(dtensor), _plan_that_keeps_values_distributed())
     plain = made(Transformer)
     for length in (3, 4, 6, 5, 3):

@@ -28,7 +28,7 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 @pytest.mark.parametrize("placement", [R, S0, Shard(2), Partial()], ids=str)
 @pytest.mark.parametrize("length", [8, 5, 2])
 def test_distributed_values_of_any_layout(placement, length):
-    """Whatever layout a DTensor comes in, it is brought to the one that the module wants."""
+    """A DTensor of any layout is brought to the layout that the module wants."""
     plain = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 7), nn.GELU(), nn.Linear(7, 6)).double()
     module = copy.deepcopy(plain)
     parallelize_module(

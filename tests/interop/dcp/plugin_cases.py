@@ -166,7 +166,7 @@ class OwnStager:
         return copy.deepcopy(state)
 
     def synchronize_staging(self) -> None:
-        raise AssertionError("nobody should wait")
+        raise AssertionError("no rank should wait")
 
     def close(self) -> None:
         """Hold nothing."""
@@ -224,7 +224,7 @@ def save_copies(path: str, to_lowest_rank: bool) -> list[int]:
 
 
 def save_alone(path: str) -> list[float]:
-    """Save without the other ranks, each to a path of its own, though there is a process group."""
+    """Save without the other ranks, each to another path, though there is a process group."""
     rank = dist.get_rank()
     state = {"own": torch.full((4,), float(rank)), "only": {str(rank): rank}}
     quietly(dcp.save, state, storage_writer=DtckptStorageWriter(f"{path}_{rank}"), no_dist=True)

@@ -17,7 +17,7 @@ def test_different_copies_are_refused_as_by_save(pool, tmp_path, kind, to_lowest
     path = tmp_path / "step"
     answers = pool.values(cases.errors_of_copies, str(path), kind, to_lowest_rank, clients=2, group=True)
     assert [len(found) for found in answers] == [2, 2]
-    # `dtckpt.save` says which client found it; DCP does that itself. The cures for tensors are those of each.
+    # `dtckpt.save` says which client found it; DCP does that itself. The two tell different cures for tensors.
     texts = {text.replace("client 0: ", "") for found in answers for text in found}
     assert len({text.partition("; " if "must be equal" in text else "\0")[0] for text in texts}) == 1
     assert CLASSES.get(kind, "") in answers[0][0]

@@ -35,7 +35,7 @@ def test_saves_in_the_background(pool, tmp_path):
 
 @pytest.mark.share(1, of="jobs of torchrun")
 def test_saves_in_another_process(tmp_path):
-    """A process of its own starts, as DCP's must not be a child of those of the pool."""
+    """A new process starts, since DCP's process must not be a child of the pool's processes."""
     program = (
         "import os, torch.distributed as dist; from interop.dcp import plugin_cases;"
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1);"

@@ -39,4 +39,4 @@ def test_loaded_on_other_meshes(pool, saved, axes, by):
 def test_an_ordinary_checkpoint(saved):
     report = dtckpt.open_checkpoint(saved).verify()
     assert report.is_sound
-    assert report.num_contents == report.num_tensors - 1  # all but the one without elements
+    assert report.num_contents == report.num_tensors - 1  # all but the tensor without elements

@@ -176,7 +176,7 @@ def _run_batch(
 def _measured(command: str, path: Path, sound: Path, new: Path) -> tuple[int | str, float, int]:
     """Run a command; return its exit code, the seconds, and the growth of memory."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now
-    # Of the processor, as the machine may do other things, too; who waits for ever is killed from outside.
+    # Of the processor, as the machine may do other things, too; a process that waits for ever is killed from outside.
     before, start = _status_nbytes("VmRSS"), time.process_time()
     code: int | str
     with open(os.devnull, "w") as null, contextlib.redirect_stdout(null), contextlib.redirect_stderr(io.StringIO()):

@@ -61,7 +61,7 @@ KINDS = [fifo, linked_fifo, folder, device, terminal, loop, bound_socket]
 
 
 def data_files(path):
-    """Files that hold chunks, and those that lead to them."""
+    """Files that hold chunks, and files that lead to them."""
     return sorted(
         file
         for file in path.rglob("*")

@@ -78,7 +78,7 @@ def to_everything(entry, outside):
 
 @pytest.fixture
 def elsewhere(tmp_path):
-    """A directory outside of the root, with files that look like those of one."""
+    """A directory outside of the root, with files that look like a root's files."""
     folder = tmp_path / "elsewhere"
     dtckpt.save(folder / "checkpoint", TREE)
     (folder / "file").write_text("precious")

@@ -49,8 +49,8 @@ def _alias(component: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 def _indices_along(call: Call, dim: int, result: Labels) -> Rule | None:
     """Return the rule of a view of some indices along a dim, which may be split.
 
-    If it is, each device puts the elements that it has among zeros, and the result waits for a sum, if the dtype has
-    one.
+    If the dim is split and the dtype has sums, each device puts zeros for the elements that it lacks, and the result is
+    pending a sum.
     """
     (source,), (shape,) = call.tensors, call.shapes
     contracted = completed_by_sum(call, dim)
@@ -72,7 +72,7 @@ def _indices_along(call: Call, dim: int, result: Labels) -> Rule | None:
 
 @rule(_aten.select.int)
 def _select(call: Call) -> Rule | None:
-    """``(a, n) -> (a)``; if the dim is split, the result waits for a sum."""
+    """``(a, n) -> (a)``; if the dim is split, the result is pending a sum."""
     ndim = len(call.shapes[0])
     dim = wrap_dim(call["dim"], ndim)
     return _indices_along(call, dim, drop_dim(dim, ndim))
@@ -80,7 +80,7 @@ def _select(call: Call) -> Rule | None:
 
 @rule(_aten.slice.Tensor)
 def _slice(call: Call) -> Rule | None:
-    """``(a, n) -> (a, k)``; a slice of everything leaves the dim as it is; if it is split, others wait for a sum."""
+    """``(a, n) -> (a, k)``; a slice of the whole dim keeps it; another slice of a split dim is pending a sum."""
     (shape,) = call.shapes
     dim = wrap_dim(call["dim"], len(shape))
     size = shape[dim] if shape else 0
@@ -303,11 +303,11 @@ def _reordered(call: Call, dims: Sequence[int]) -> Rule | None:
 
 @rule(_aten.roll.default)
 def _roll(call: Call) -> Rule | None:
-    """The dims that it rolls must be whole, or, of the flattened tensor, all."""
+    """Rolled dims must be whole; without ``dims``, which rolls the flattened tensor, all dims must be."""
     return _reordered(call, call["dims"] or range(len(call.shapes[0])))
 
 
 @rule(_aten.flip.default, _aten.rot90.default)
 def _flip(call: Call) -> Rule | None:
-    """The dims that it turns must be whole."""
+    """Rotated dims must be whole."""
     return _reordered(call, call["dims"])

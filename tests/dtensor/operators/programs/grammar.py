@@ -1,4 +1,4 @@
-"""The statements of random programs: templates of ``grammar.toml``, and those that the catalogue gives."""
+"""The statements of random programs: templates of ``grammar.toml``, and statements from the catalogue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ assert dispatch  # importing it fills the catalogue
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 STEPS, EXACT = (frozenset(_TABLES.pop(name).split()) for name in ("steps", "exact"))
-"""Names of pointwise operators with steps, and of those that are exact."""
+"""Names of pointwise operators with steps, and of exact pointwise operators."""
 COPIES = _TABLES.pop("copies").split()
 """What is done to a part of a tensor."""
 KINDS = dict.fromkeys(["gcd", "lcm"], "i") | dict.fromkeys(["imag", "real"], "c")

@@ -1,7 +1,7 @@
 """A random program as a value: a mesh, the tensors that it starts with, and statements of Python.
 
-`draw` draws programs from a seed, `runner` runs them on plain tensors and on DTensors, and
-`shrinker` reduces one that fails.
+`draw` draws programs from a seed, `runner` runs them on plain tensors and on DTensors, and `shrinker` reduces a program
+that fails.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def loss(*tensors: torch.Tensor) -> torch.Tensor:
 
 
 def moved(tensor: torch.Tensor, *dims: int | None) -> torch.Tensor:
-    """Return a contiguous copy; of a DTensor one that each mesh axis splits along such a dim, or replicates."""
+    """Return a contiguous copy; a DTensor's copy is split along such a dim by each mesh axis, or replicated."""
     if hasattr(tensor, "redistribute"):
         dims = dims[: tensor.device_mesh.ndim]
         placements = [Replicate() if dim is None else Shard(dim) for dim in dims]

@@ -53,7 +53,8 @@ NOT_REFUSED = (
 """Texts of errors that plain tensors alone raise. There a program ends, too."""
 
 KERNELS_REFUSE = ("not implemented for", "is not supported for complex tensors")
-"""Texts of errors that only kernels raise: on several clients only those that have elements (docs/departures.md)."""
+"""Texts of errors that only kernels raise: on several clients only clients that have elements raise them
+(docs/departures.md)."""
 
 LAZY_REFUSED = (
     "more than one element of the written-to tensor refers to a single memory location",

@@ -93,7 +93,8 @@ def failure_of(program: Program, ignored: Collection[str] = ()) -> Failure | Non
 
 
 def run_seeds(seeds: list[int], ignored: Collection[str], note: str = "") -> tuple[int, Difference | None]:
-    """Run programs on a mesh over all clients until one fails; return the number of those that were right, and how.
+    """Run programs on a mesh over all clients until one fails; return the number of programs that were right, and the
+    failure.
 
     Collective: Over all clients; each of them learns whether a program fails on another one.
 

@@ -1,4 +1,4 @@
-"""Reduce a program that fails to a small one that fails in the same way."""
+"""Reduce a program that fails to a small program that fails in the same way."""
 
 from __future__ import annotations
 

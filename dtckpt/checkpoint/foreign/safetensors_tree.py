@@ -1,15 +1,15 @@
-"""The notes that dtckpt leaves in safetensors files, so that the way back gives the same tree, and can be verified.
+"""The state tree of safetensors files, from their headers and from the notes that dtckpt leaves in them.
 
-Other readers pass over them. Notes are texts in a file's metadata; only the tree of a model in several files stands in
-the metadata of the index::
+By the notes a restore gives the same tree as the save had, and verifies the tensors. Other readers ignore them. Notes
+are texts in a file's metadata. For a model in several files, the metadata of the index has the tree::
 
     dtckpt.tree       the state tree (`dtckpt.format.tree`), where it is more than a dict of tensors by name
     dtckpt.content    by name, the content digests of the file's tensors (`dtckpt.format.content`)
     lm_head.weight    the name of a stored tensor: this one is tied to it, and is not stored itself
 
 ``safetensors.torch.save_model`` has the last rule, too. In a file that dtckpt did not write, a text may equal a
-tensor's name by chance. There it is a tie only between names as a module's parameters have them: with dots, and one
-last part. All other texts are listed as unread.
+tensor's name by chance. In such a file a text is a tie only between names that look like a module's parameters: with
+dots, and one last part. All other texts are listed as unread.
 
 Names: keys of a tree are joined by ``/`` here, and by ``.`` in a file. The tree tells which is which on the way back;
 without it names stay as they are in the file.
@@ -197,7 +197,7 @@ def is_sharded(header: SafetensorsHeader) -> bool:
 
 
 def join_shards(headers: Mapping[str, SafetensorsHeader]) -> tuple[dict[str, PieceTensor], dict[str, DtckptError]]:
-    """Return the tensors whose shards lie in several files, and by name why some cannot be read.
+    """Return the tensors whose shards are in several files, and by name why some cannot be read.
 
     Args:
         headers: The headers of the files with shards, by file name.
