@@ -47,6 +47,7 @@ from dtckpt.storage.folder import Folder, open_folder
 from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.location import Location, is_remote
 from dtckpt.storage.url import Url
+from dtckpt.storage.watched_folder import WatchedFolder
 
 HEAD_NBYTES = 64
 """Bytes from the start of a file by which its format is recognized."""
@@ -240,7 +241,7 @@ def _found(where: Location) -> _Found | None:
         if where.name == DCP_METADATA_NAME and where.is_file():
             where = where.parent  # its metadata stand for a whole directory
         if where.is_file():
-            return _as_file(LocalFolder(where.parent), where.name)
+            return _as_file(WatchedFolder(where.parent), where.name)
     elif has_foreign_name(where) and (file := _as_file(open_folder(where.parent), where.name)) is not None:
         return file
     if (outer := _listed(where)) is not None:
@@ -255,7 +256,7 @@ def _found(where: Location) -> _Found | None:
 def _listed(where: Location) -> tuple[Folder, Collection[str]] | None:
     """Return a folder and the names in it, of those that matter where directories cannot be listed; None if none."""
     if isinstance(where, Path):
-        return (LocalFolder(where), LocalFolder(where).names()) if where.is_dir() else None
+        return (watched := WatchedFolder(where), watched.names()) if where.is_dir() else None
     folder = open_folder(where)
     names = dict.fromkeys([*POINTERS, *(name for form in FORMATS.values() for name in form.markers)])
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-markers") as pool:
@@ -279,7 +280,7 @@ def _as_folder(folder: Folder, names: Collection[str]) -> _Found | None:
 def _as_prefix(where: Location) -> _Found | None:
     if isinstance(where, Path) and (where.is_dir() or not where.parent.is_dir()):
         return None
-    folder: Folder = open_folder(where.parent) if isinstance(where, Url) else LocalFolder(where.parent)
+    folder: Folder = open_folder(where.parent) if isinstance(where, Url) else WatchedFolder(where.parent)
     for form in FORMATS.values():
         name = f"{where.name}{form.prefix_suffix}"
         try:
