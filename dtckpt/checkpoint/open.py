@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dtckpt.checkpoint.foreign.formats import has_foreign_name, not_understood, open_foreign
+from dtckpt.checkpoint.foreign.formats import beside_own, has_foreign_name, not_understood, open_foreign
 from dtckpt.checkpoint.live.versions import is_live
 from dtckpt.checkpoint.mapping.map_rules import TensorMap
 from dtckpt.checkpoint.mapping.map_sizes import CONFIG, MAX_CONFIG_NBYTES, known_sizes
@@ -134,6 +134,7 @@ def _open(location: Location, trusted_keys: Sequence[KeySource]) -> Checkpoint:
                 data = source.read_whole(MANIFEST_NAME, MAX_MANIFEST_NBYTES)
             manifest = Manifest.from_bytes(data, f"{folder}/{MANIFEST_NAME}")
             own = ManifestFiles(place.where, source, manifest, is_remote=is_remote(place.where))
+            own.unread = beside_own(folder)
             return Checkpoint(place.where, own, reopen, signed)
         except CheckpointError:
             # Still the same folder: the error is about this checkpoint, and another try would give it again.

@@ -143,9 +143,23 @@ class LocalFolder(Folder):
 
     # --- reading ------------------------------------------------------------------------------------------------
 
+    def open_regular(self, name: str) -> tuple[int, int]:
+        """Open a file for reading; return its descriptor and its size. A link is followed.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            MalformedError: The name leads to something other than a regular file.
+        """
+        descriptor, status = open_regular(f"{self.path}/{name}")
+        return descriptor, status.st_size
+
+    def file_nbytes(self, name: str) -> int:
+        """Return a file's size. A link is followed. Raises: as `open_regular`."""
+        return regular_nbytes(f"{self.path}/{name}")
+
     @override
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        descriptor, nbytes = open_regular(f"{self.path}/{name}")
+        descriptor, nbytes = self.open_regular(name)
         try:
             # The size bounds the read: Python allocates as many bytes as it is asked for, however short the file is.
             return _pread(descriptor, start, nbytes if stop is None else min(stop, nbytes))
@@ -154,7 +168,7 @@ class LocalFolder(Folder):
 
     @override
     def read_whole(self, name: str, most: int) -> bytes:
-        descriptor, nbytes = open_regular(f"{self.path}/{name}")
+        descriptor, nbytes = self.open_regular(name)
         try:
             # The size of the open file: a save may have replaced the file at this path.
             if nbytes > most:
@@ -175,7 +189,7 @@ class LocalFolder(Folder):
     def _nbytes(self, name: str) -> int:
         """Return a file's size; -1 if there is no such file."""
         try:
-            return regular_nbytes(f"{self.path}/{name}")
+            return self.file_nbytes(name)
         except FileNotFoundError:
             return -1
 

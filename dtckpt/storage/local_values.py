@@ -39,9 +39,10 @@ class OpenFile:
 
     def __init__(self, path: str) -> None:
         try:
-            self.descriptor, self.nbytes = open_regular(path)
+            self.descriptor, status = open_regular(path)
         except FileNotFoundError:
             raise MalformedError(f"{path} is missing") from None
+        self.nbytes = status.st_size
         weakref.finalize(self, os.close, self.descriptor)
 
     def read_into(self, memories: Sequence[memoryview], position: int) -> int:

@@ -26,27 +26,28 @@ def regular_nbytes(path: str) -> int:
         FileNotFoundError: Nothing is there.
         MalformedError: The path leads to something other than a regular file.
     """
-    return _regular_nbytes(path, path)
+    return regular_status(path).st_size
 
 
-def _regular_nbytes(file: str | int, path: str) -> int:
-    status = os.stat(file)
+def regular_status(path: str, descriptor: int | None = None) -> os.stat_result:
+    """Return the status of a regular file, which may be open already. Raises: as `regular_nbytes`."""
+    status = os.stat(path if descriptor is None else descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise MalformedError(f"{path} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'something else')}, expected a file")
-    return status.st_size
+    return status
 
 
-def open_regular(path: str) -> tuple[int, int]:
-    """Open a regular file for reading; return its descriptor and its size. Raises: as `regular_nbytes`.
+def open_regular(path: str) -> tuple[int, os.stat_result]:
+    """Open a regular file for reading; return its descriptor and its status. Raises: as `regular_nbytes`.
 
     The kind of the file is looked up before the open. Should a fifo take its place in between, the open does not wait
-    for a writer (``O_NONBLOCK``). The size belongs to the open file: a save may have put another file in its
+    for a writer (``O_NONBLOCK``). The status belongs to the open file: a save may have put another file in its
     place.
     """
-    regular_nbytes(path)
+    regular_status(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        return descriptor, _regular_nbytes(descriptor, path)
+        return descriptor, regular_status(path, descriptor)
     except BaseException:
         os.close(descriptor)
         raise

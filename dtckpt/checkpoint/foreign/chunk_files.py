@@ -8,6 +8,7 @@ Such chunks have no digests, so a read cannot tell a changed byte from the saved
 
 from __future__ import annotations
 
+import glob
 import math
 import os
 from collections import deque
@@ -41,6 +42,7 @@ from dtckpt.storage.failures import MalformedError, translate_errors
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.tensorstore_setup import open_context
+from dtckpt.storage.watched_folder import WatchedFolder
 
 NUM_THREADS = 8
 MAX_CHUNKS = 1 << 24
@@ -187,6 +189,7 @@ class ChunkFiles(CheckpointFiles):
         self.tensors = TensorInfos(index.tensors, self._describe)
         with translate_errors("look for the chunks of the checkpoint", folder, is_read=True):
             self._validate_claims()
+            self._look_at_files()
             self.identity = f"{bytes_digest(repr(self._facts()).encode('utf-8', 'surrogatepass')):016x}"
 
     def _validate_claims(self) -> None:
@@ -198,6 +201,21 @@ class ChunkFiles(CheckpointFiles):
         claimed = sum(each.array.grid.num_chunks * each.array.chunk_nbytes for each in self._index.tensors.values())
         if is_expanded_too_far(claimed, 0) and is_expanded_too_far(claimed, _files_nbytes(self._folder, claimed)):
             self._validate_filled(*self._look_up(self._all_chunks()))
+
+    def _look_at_files(self) -> None:
+        """Look at the files of the chunks, so that a read notices another file in the place of one of them."""
+        if not isinstance(self._folder, WatchedFolder):
+            return
+        databases = {name for name, store in self._index.stores.items() if store.has_database}
+        for name in sorted(databases):
+            root = self._folder / name if name else self._folder
+            root.look_at(_database_files(root))
+        self._folder.look_at(
+            f"{tensor.store}/{key}" if tensor.store else key
+            for tensor in self._index.tensors.values()
+            if tensor.store not in databases
+            for key in map(tensor.array.key, map(tensor.array.grid.index, range(tensor.array.grid.num_chunks)))
+        )
 
     def _all_chunks(self) -> Iterator[tuple[ChunkTensor, Sequence[int]]]:
         for tensor in self._index.tensors.values():
@@ -497,6 +515,12 @@ def decode_part(encoded: Any, data: bytes, into: np.ndarray[Any, Any], context: 
     if len(data) != into.nbytes:
         raise MalformedError(f"a chunk has {len(data)} bytes, expected {into.nbytes}")
     into[...] = np.frombuffer(data, into.dtype).reshape(into.shape)
+
+
+def _database_files(root: LocalFolder) -> Iterator[str]:
+    """Yield the names of a database's files, as ``ocdbt.process_0/d/…``, and of other entries."""
+    for pattern in ("*", "*/*", "*/*/*"):
+        yield from glob.iglob(pattern, root_dir=root.path)
 
 
 def _files_nbytes(folder: Folder, claimed: int) -> int:

@@ -7,8 +7,7 @@ index.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -35,6 +34,7 @@ from dtckpt.checkpoint.gc_pause import gc_paused
 from dtckpt.checkpoint.reading.checkpoint_files import CheckpointFiles
 from dtckpt.checkpoint.reading.pieces import PieceIndex, is_file_name
 from dtckpt.errors import (
+    CheckpointCorruptError,
     CheckpointError,
     CheckpointIncompleteError,
     CheckpointNotFoundError,
@@ -47,6 +47,7 @@ from dtckpt.storage.folder import Folder, open_folder
 from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.location import Location, is_remote
 from dtckpt.storage.url import Url
+from dtckpt.storage.watched_folder import WatchedFolder
 
 HEAD_NBYTES = 64
 """Bytes from the start of a file by which its format is recognized."""
@@ -206,16 +207,30 @@ def open_foreign(where: Location) -> CheckpointFiles | None:
             return None
         # Remote storage takes long, and so would the pause.
         with nullcontext() if is_remote(where) else gc_paused():
-            index = found.form.read_index(found.folder, found.names)
-            if beside := [name for name in found.beside if name not in index.files]:
-                index = (
-                    index.with_rest(unread=beside)
-                    if isinstance(index, PieceIndex)
-                    else replace(index, unread=(*index.unread, *beside))
-                )
-            if isinstance(index, ChunkIndex):
-                return ChunkFiles(found.folder, index)
-            return PieceFiles(found.folder, index, is_remote=is_remote(where))
+            try:
+                index = found.form.read_index(found.folder, found.names)
+            except FileNotFoundError as error:
+                # A link to nowhere, or a file that was removed after the directory was listed.
+                raise CheckpointCorruptError(
+                    f"{error.filename or error} is missing; use another copy, or restore another checkpoint"
+                ) from None
+            files = (
+                ChunkFiles(found.folder, index)
+                if isinstance(index, ChunkIndex)
+                else PieceFiles(found.folder, index, is_remote=is_remote(where))
+            )
+        files.unread = (*(name for name in found.beside if name not in index.files), *files.unread)
+        files.notes = (*found.notes, *files.notes)
+        return files
+
+
+def beside_own(folder: Folder) -> list[str]:
+    """Return the names in a local folder with a checkpoint of this library that may be one of another. Blocks."""
+    names = folder.names() if isinstance(folder, LocalFolder) else []
+    # `interop.dcp` writes metadata, for trainers that look for them.
+    others = [name for name in names if name != DCP_METADATA_NAME]
+    found = [form for form in FORMATS.values() if form.is_folder(others)]
+    return [name for name in others if any(form.is_folder([name]) for form in found)] if found else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +242,14 @@ class _Found:
         names: The names in it.
         form: Its format.
         beside: Names of other files of the place that the user named, such as those around a folder of weights.
+        notes: Notes for the reader about the place.
     """
 
     folder: Folder
     names: Collection[str]
     form: ForeignFormat
     beside: Sequence[str] = ()
+    notes: Sequence[str] = ()
 
 
 def _found(where: Location) -> _Found | None:
@@ -240,22 +257,22 @@ def _found(where: Location) -> _Found | None:
         if where.name == DCP_METADATA_NAME and where.is_file():
             where = where.parent  # its metadata stand for a whole directory
         if where.is_file():
-            return _as_file(LocalFolder(where.parent), where.name)
+            return _as_file(WatchedFolder(where.parent), where.name)
     elif has_foreign_name(where) and (file := _as_file(open_folder(where.parent), where.name)) is not None:
         return file
     if (outer := _listed(where)) is not None:
-        for name in itertools.chain([""], _inner_folders(*outer)):
-            listed = _listed(where / name) if name else outer
-            if listed is not None and (found := _as_folder(*listed)) is not None:
-                around = sorted(set(outer[1]) - {name}) if name in INNER_FOLDERS else ()
-                return replace(found, beside=[f"../{each}" for each in around])
+        if (found := _as_folder(*outer) or _of_run(where, *outer)) is not None:
+            return found
+        for name in INNER_FOLDERS:
+            if (listed := _listed(where / name)) is not None and (found := _as_folder(*listed)) is not None:
+                return replace(found, beside=[f"../{each}" for each in sorted(set(outer[1]) - {name})])
     return _as_prefix(where)
 
 
 def _listed(where: Location) -> tuple[Folder, Collection[str]] | None:
     """Return a folder and the names in it, or the names that matter if it cannot be listed; None if it has none."""
     if isinstance(where, Path):
-        return (LocalFolder(where), LocalFolder(where).names()) if where.is_dir() else None
+        return (watched := WatchedFolder(where), watched.names()) if where.is_dir() else None
     folder = open_folder(where)
     names = dict.fromkeys([*POINTERS, *(name for form in FORMATS.values() for name in form.markers)])
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dtckpt-markers") as pool:
@@ -263,13 +280,34 @@ def _listed(where: Location) -> tuple[Folder, Collection[str]] | None:
         return folder, [name for name, head in zip(names, heads, strict=True) if head is not None]
 
 
-def _inner_folders(folder: Folder, names: Collection[str]) -> Iterator[str]:
-    """Yield the names of folders that may hold the checkpoint for which a folder of a run stands."""
+def _of_run(where: Location, folder: Folder, names: Collection[str]) -> _Found | None:
+    """Return the checkpoint that a file in the folder of a run names; None if there is no such file.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint where the files say.
+    """
+    found: _Found | None = None
+    taken = ""
+    others: dict[str, str] = {}
     for name in sorted(POINTERS.keys() & set(names)):
-        inner = POINTERS[name](folder.read_whole(name, MAX_POINTER_NBYTES).decode(errors="replace"))
-        if is_file_name(inner) and "/" not in inner:
-            yield inner
-    yield from INNER_FOLDERS
+        try:
+            text = folder.read_whole(name, MAX_POINTER_NBYTES).decode(errors="replace")
+        except MalformedError:
+            continue  # a directory or a long file, which somebody else gave this name
+        inner = POINTERS[name](text)
+        is_name = is_file_name(inner) and "/" not in inner
+        listed = _listed(where / inner) if is_name and found is None else None
+        if listed is not None and (found := _as_folder(*listed)) is not None:
+            taken = inner
+        elif found is None or inner != taken:
+            others[name] = text.strip()[:80]
+    told = [f"{name} names {text!r}" for name, text in others.items()]
+    if found is None and told:
+        raise CheckpointNotFoundError(
+            f"there is no checkpoint at {where}: {told[0]}, and there is no checkpoint in a folder of this name below "
+            "it; open a folder of the run by its path"
+        )
+    return found and replace(found, notes=[f"{each}, and {taken} is read" for each in told])
 
 
 def _as_folder(folder: Folder, names: Collection[str]) -> _Found | None:
@@ -279,7 +317,7 @@ def _as_folder(folder: Folder, names: Collection[str]) -> _Found | None:
 def _as_prefix(where: Location) -> _Found | None:
     if isinstance(where, Path) and (where.is_dir() or not where.parent.is_dir()):
         return None
-    folder: Folder = open_folder(where.parent) if isinstance(where, Url) else LocalFolder(where.parent)
+    folder: Folder = open_folder(where.parent) if isinstance(where, Url) else WatchedFolder(where.parent)
     for form in FORMATS.values():
         name = f"{where.name}{form.prefix_suffix}"
         try:

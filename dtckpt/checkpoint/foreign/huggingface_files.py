@@ -232,7 +232,10 @@ class _PartsReader:
         for name in deepspeed_files.LATEST:
             if name not in self._names:
                 continue
-            below = self._folder.read_whole(name, MAX_LATEST_NBYTES).decode(errors="replace").strip()
+            try:
+                below = self._folder.read_whole(name, MAX_LATEST_NBYTES).decode(errors="replace").strip()
+            except MalformedError:
+                continue  # a directory or a long file, which somebody else gave this name
             if not is_file_name(below) or "/" in below:
                 continue
             if deepspeed_files.is_folder(names := self._names_below(below, deepspeed_files.MARKERS)):

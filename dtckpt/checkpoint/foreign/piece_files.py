@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ from dtckpt.checkpoint.reading.verified_reads import (
     REMOTE_IN_FLIGHT_NBYTES,
     spare_threads,
 )
-from dtckpt.errors import CheckpointConflictError
 from dtckpt.format import tree as trees
 from dtckpt.format.digest import as_bytes, bytes_digest
 from dtckpt.format.dtypes import DTYPES
@@ -40,8 +38,8 @@ from dtckpt.layout.region import Region
 from dtckpt.storage.chunk_reader import RangeReader, content
 from dtckpt.storage.failures import MalformedError, translate_errors
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.local_folder import LocalFolder
 from dtckpt.storage.local_values import OpenFile, StoredValue
+from dtckpt.storage.watched_folder import WatchedFolder
 
 LOCAL_GAP_NBYTES = 32 << 10
 """One more read of a local file takes as long as a copy of about so many unneeded bytes."""
@@ -80,7 +78,8 @@ class PieceFiles(CheckpointFiles):
         self.notes = index.notes
         self._index = index
         self._folder = folder
-        self._is_local = isinstance(folder, LocalFolder) and not is_remote
+        self._watched = folder if isinstance(folder, WatchedFolder) and not is_remote else None
+        self._is_local = self._watched is not None
         self._max_gap = LOCAL_GAP_NBYTES if self._is_local else REMOTE_GAP_NBYTES
         self._max_nbytes = LOCAL_SPAN_NBYTES if self._is_local else REMOTE_SPAN_NBYTES
         self._ranges = RangeReader(folder)
@@ -94,7 +93,6 @@ class PieceFiles(CheckpointFiles):
                     f"{short} is missing or cut short: expected at least {sizes[short]} bytes, with "
                     f"{index.held_in(short)}"
                 )
-            self._stamps = _stamps(folder.path, sizes) if isinstance(folder, LocalFolder) else {}
             samples = b"\0".join(self._samples())
         self.identity = f"{bytes_digest(samples):016x}"
         self.tensors = TensorInfos(index.tensors, self._describe)
@@ -239,10 +237,8 @@ class PieceFiles(CheckpointFiles):
                 opened.
         """
         file = self._ranges.open(name)
-        if _stamp(os.fstat(file.descriptor)) != self._stamps[name]:
-            raise CheckpointConflictError(
-                f"{self._folder}/{name} was replaced or changed while it was being read; open it again"
-            )
+        if self._watched is not None:  # it may have changed since it was opened
+            self._watched.validate_same(name, file.descriptor)
         return file
 
     def _read_bytes(self, name: str, start: int, stop: int) -> bytes:
@@ -400,15 +396,3 @@ def _cut_rows(region: Region, rows: int) -> Iterator[Region]:
     for start in range(0, region.shape[0], rows):
         offset = (region.offset[0] + start, *region.offset[1:])
         yield Region(offset, (min(rows, region.shape[0] - start), *region.shape[1:]))
-
-
-_Stamp = tuple[int, int, int, int]
-
-
-def _stamp(status: os.stat_result) -> _Stamp:
-    """Return the facts by which a file differs from a changed file, or from another file in its place."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _stamps(folder: Path, files: Iterable[str]) -> Mapping[str, _Stamp]:
-    return {file: _stamp(os.stat(f"{folder}/{file}")) for file in files}

@@ -101,6 +101,20 @@ class WeightIndex:
         """Return the notes that do not follow from the tensors, without the notes whose keys are in ``read``."""
         return [f"{self.name}: metadata/{key}" for key in self.metadata if key not in _TOTALS and key not in read]
 
+    def differences(self, files: Mapping[str, str]) -> list[str]:
+        """Return notes about tensors that lie in other files than it says, or that it does not name.
+
+        Args:
+            files: By name, the file of each tensor in its files.
+        """
+        moved = [name for name, file in self.weight_map.items() if files.get(name, file) != file]
+        more = [name for name in files if name not in self.weight_map]
+        return [
+            f"{self.name} {text}: {capped(name[:200] for name in names)}"
+            for text, names in (("names the wrong file of", moved), ("lacks tensors that its files have", more))
+            if names
+        ]
+
     def absent(self, where: str, known: Collection[str]) -> dict[str, DtckptError]:
         """Return the errors of the tensors that it names, and that its files lack.
 

@@ -118,7 +118,9 @@ def index_of(where: str, headers: Mapping[str, SafetensorsHeader], index: Weight
             if name not in stored and kept in stored:
                 stored[name] = replace(stored[kept], name=name)
     files, notes, unread = [*headers], [header.metadata for header in headers.values()], []
+    differences: tuple[str, ...] = ()
     if index is not None:
+        differences = tuple(index.differences({name: file for file in headers for name in headers[file].tensors}))
         refused |= index.absent(where, stored.keys() | refused.keys())
         files.append(index.name)
         notes.insert(0, index.metadata)
@@ -132,10 +134,10 @@ def index_of(where: str, headers: Mapping[str, SafetensorsHeader], index: Weight
     unread += (f"{name} (no such file)" for name in absent_shards(headers))
     if tree is None:
         plain = {"dict": [[name, {"tensor": name}] for name in stored]}
-        return PieceIndex(KIND, stored, plain, refused, tuple(files), tuple(unread))
+        return PieceIndex(KIND, stored, plain, refused, tuple(files), tuple(unread), differences)
     names = file_names(trees.tensor_names(tree))
     tensors = {name: replace(stored[there], name=name) for name, there in names.items()}
-    return PieceIndex(KIND, tensors, tree, refused, tuple(files), tuple(unread))
+    return PieceIndex(KIND, tensors, tree, refused, tuple(files), tuple(unread), differences)
 
 
 def _ties(header: SafetensorsHeader) -> dict[str, str]:

@@ -40,7 +40,6 @@ from dtckpt.format import tree as trees
 from dtckpt.layout.region import Region
 from dtckpt.storage.folder import Folder
 from dtckpt.storage.local_folder import LocalFolder
-from dtckpt.storage.regular_files import open_regular, regular_nbytes
 
 T = TypeVar("T")
 
@@ -103,7 +102,7 @@ def _held(folder: Folder, name: str) -> Iterator[tuple[int, Read]]:
     if not isinstance(folder, LocalFolder):
         yield file_nbytes(folder, name), partial(folder.read, name)
         return
-    descriptor, nbytes = open_regular(f"{folder.path}/{name}")
+    descriptor, nbytes = folder.open_regular(name)
     try:
         yield nbytes, lambda start, stop: os.pread(descriptor, stop - start, start)
     finally:
@@ -135,7 +134,7 @@ def _read_parts(folder: Folder, name: str, names: Collection[str]) -> PieceIndex
 def file_nbytes(folder: Folder, name: str) -> int:
     """Return the size of a file. An object store is asked only whether there are so many bytes, as all can tell."""
     if isinstance(folder, LocalFolder):
-        return regular_nbytes(f"{folder.path}/{name}")
+        return folder.file_nbytes(name)
     nbytes = 0
     for bit in reversed(range(_MAX_BITS)):
         if folder.find_short_file({name: nbytes | 1 << bit}) is None:

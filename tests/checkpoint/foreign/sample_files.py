@@ -5,6 +5,7 @@ Beside each is ``….expected.json``: shape, dtype and SHA-256 of the elements, 
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,28 @@ import dtckpt
 SAMPLES = Path(__file__).with_name("samples")
 Facts = tuple[list[int], str, str]
 """Shape, dtype and digest of a tensor."""
+
+PATHS = {
+    "fsdp/fsdp1_orig_2": "sharded",
+    "megatron_versions/v0.13.1": "iter_0000007",
+    "megatron_versions/v0.15.3": "iter_0000007",
+    "megatron_versions/v0.19.0": "iter_0000007",
+    "orbax/v0_manager": "3",
+}
+"""By sample, the path in it that is opened, if that is not the sample or its only prefix."""
+
+
+def sample_names() -> list[str]:
+    """Return the folders of all samples, below `SAMPLES`."""
+    folders = (path for form in SAMPLES.iterdir() if form.is_dir() for path in form.iterdir() if path.is_dir())
+    return sorted(str(path.relative_to(SAMPLES)) for path in folders)
+
+
+def copied_sample(name: str, to: Path) -> tuple[Path, Path]:
+    """Copy a sample to a new folder; return the folder, and the path in it that is opened."""
+    shutil.copytree(SAMPLES / name, to)
+    prefix = next((file.stem for file in to.glob("*.index")), "")
+    return to, to / PATHS.get(name, prefix)
 
 
 def content(folder: Path, name: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,23 +1,14 @@
 """Each file of each sample is removed, and one is added to each folder: nothing is lost without a word."""
 
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 import dtckpt
-from checkpoint.foreign.sample_files import SAMPLES, facts
+from checkpoint.foreign.sample_files import copied_sample, facts, sample_names
 from dtckpt import errors
 
-PATHS = {
-    "fsdp/fsdp1_orig_2": "sharded",
-    "megatron_versions/v0.13.1": "iter_0000007",
-    "megatron_versions/v0.15.3": "iter_0000007",
-    "megatron_versions/v0.19.0": "iter_0000007",
-    "orbax/v0_manager": "3",
-}
-"""By sample, the path in it that is opened, if that is not the sample or its only prefix."""
 OPTIONAL = {
     *("model.safetensors", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin", "rng_state.pth"),
     *("random_states_0.pkl", "trainer_state.json", "custom_checkpoint_0.pkl"),
@@ -46,18 +37,9 @@ def content(path: Path) -> Content:
         )
 
 
-def samples():
-    for folder in sorted(path for form in SAMPLES.iterdir() if form.is_dir() for path in form.iterdir()):
-        if folder.is_dir():
-            yield str(folder.relative_to(SAMPLES))
-
-
 @pytest.fixture
 def copy(request, tmp_path):
-    root = tmp_path / "copy"
-    shutil.copytree(SAMPLES / request.param, root)
-    prefix = next((file.stem for file in root.glob("*.index")), "")
-    return root, root / PATHS.get(request.param, prefix)
+    return copied_sample(request.param, tmp_path / "copy")
 
 
 def below(name, paths):
@@ -65,7 +47,7 @@ def below(name, paths):
 
 
 @pytest.mark.share(3)
-@pytest.mark.parametrize("copy", list(samples()), indirect=True)
+@pytest.mark.parametrize("copy", sample_names(), indirect=True)
 def test_each_file_is_removed(copy):
     root, path = copy
     whole = content(path)
@@ -99,7 +81,7 @@ def test_each_file_is_removed(copy):
 
 
 @pytest.mark.share(3)
-@pytest.mark.parametrize("copy", list(samples()), indirect=True)
+@pytest.mark.parametrize("copy", sample_names(), indirect=True)
 def test_a_file_is_added_to_each_folder(copy):
     _, path = copy
     whole = content(path)

@@ -31,6 +31,8 @@ from dtckpt.cli.exit_codes import ExitCode
 PATIENCE_S = 30
 PATIENCE_S_PER_MB = 60
 """A hundred thousand tensors have a header of some MB, and to write them takes a minute."""
+START_S = 600
+"""A process may start for so long on a machine that does other things, too."""
 WORK_NBYTES = 256 << 20
 """Memory for a sound checkpoint: for the libraries that a command loads, and for its bound on tensors in memory."""
 _BATCH = 25
@@ -119,7 +121,7 @@ def run_all(
         writer.close()
         begun: tuple[int, str, int] | None = None
         try:
-            while reader.poll(2 * allowed_s(begun[2] if begun else 0)):
+            while reader.poll(2 * allowed_s(begun[2]) if begun else START_S):
                 message = reader.recv()
                 if isinstance(message, Run):
                     yield message
