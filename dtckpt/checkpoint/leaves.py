@@ -178,6 +178,8 @@ def as_leaf(
     # The function is cached for tensors that are alike, so it knows no name.
     except DTypeError as error:
         raise DTypeError(f"tensor {name!r}: {error.message}; convert it, or pass a view() as integers") from None
+    except LayoutError as error:
+        raise LayoutError(f"tensor {name!r}: {error.message}") from None
     save_as_bf16 = isinstance(value, DVariable) and value.save_as_bf16
     return Leaf(value, shape, dtype, layout, regions, components, save_as_bf16)
 

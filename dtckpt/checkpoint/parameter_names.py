@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -43,8 +44,7 @@ class ParameterNames:
     def add_tensors(self, tensors: Mapping[str, Any]) -> None:
         """Add tensors by name: a parameter in the same memory has the same name."""
         for name, value in tensors.items():
-            tensor = value.tensor if isinstance(value, Shards) else value
-            if isinstance(tensor, torch.Tensor) and (memory := memory_of(tensor)):
+            if memory := memory_of(value):
                 self._by_memory[memory].append(name)
 
     def of(self, parameter: torch.Tensor) -> tuple[str, ...]:
@@ -54,8 +54,14 @@ class ParameterNames:
         return tuple(dict.fromkeys((*stored, *self._by_id.get(id(parameter), ()))))
 
 
-def memory_of(tensor: torch.Tensor) -> Hashable:
-    """Return a key of a tensor's memory and strides: equal for tensors with the same elements, empty without memory."""
+def memory_of(value: torch.Tensor | np.ndarray[Any, Any] | Shards) -> Hashable:
+    """Return a key of a tensor's memory and strides: equal for tensors with the same elements, empty without memory.
+
+    Empty also for an array of numpy: a tree has no parameters in such.
+    """
+    tensor = value.tensor if isinstance(value, Shards) else value
+    if not isinstance(tensor, torch.Tensor):
+        return ()
     if torch_interop.is_torch_dtensor(tensor):
         parts: tuple[torch.Tensor, ...] = (tensor._local_tensor,)  # type: ignore[attr-defined]
     else:

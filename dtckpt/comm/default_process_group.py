@@ -202,7 +202,9 @@ def _is_address(url: str) -> bool:
         return False
 
 
-def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelta = TIMEOUT) -> tuple[Store, int]:
+def agree_on_attempt(
+    store: Store, topic: str, config: Config, timeout: timedelta = TIMEOUT, call: str = "dtckpt.init_process_group"
+) -> tuple[Store, int]:
     """Wait for the other clients, and agree with them on a number for this attempt of the job.
 
     Collective: Over all clients.
@@ -212,6 +214,7 @@ def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelt
         topic: The purpose of the meeting; meetings of different topics at one store are independent.
         config: This client's id, the number of clients, and the least number that this client accepts.
         timeout: Bound on the wait for the others.
+        call: The function by which all clients come, for errors.
 
     Returns:
         A store whose keys belong to this attempt alone, and the attempt's number. This number exceeds the numbers of
@@ -223,7 +226,7 @@ def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelt
     """
     # The keys of an attempt lie under its random name, where no killed process has ever written.
     topic_store = PrefixStore(f"dtckpt/{topic}", store)
-    wait = _Wait(timeout.total_seconds())
+    wait = _Wait(timeout.total_seconds(), call)
     try:
         name = _lead(topic_store, config, wait) if config.client_id == 0 else _join(topic_store, config, wait)
         attempt = int(topic_store.get(f"begun/{name}"))
@@ -233,7 +236,7 @@ def agree_on_attempt(store: Store, topic: str, config: Config, timeout: timedelt
     return PrefixStore(name, topic_store), attempt
 
 
-def agree_anew(least: int, config: Config, timeout: timedelta = TIMEOUT) -> int:
+def agree_anew(least: int, config: Config, timeout: timedelta, call: str) -> int:
     """Agree with the clients of the default process group on an attempt, at the store of the group; return it.
 
     Collective: Over all clients of the group.
@@ -242,18 +245,24 @@ def agree_anew(least: int, config: Config, timeout: timedelta = TIMEOUT) -> int:
         least: The least number that this client accepts.
         config: This client's id, and the number of clients.
         timeout: Bound on the wait for the others.
+        call: As for `agree_on_attempt`.
 
     Raises: As `agree_on_attempt`.
     """
     config = replace(config, attempt_text=str(least))
-    return agree_on_attempt(get_default_store(), "rejoin", config, timeout)[1]
+    return agree_on_attempt(get_default_store(), "rejoin", config, timeout, call)[1]
 
 
 class _Wait:
-    """A wait with a deadline."""
+    """A wait with a deadline.
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    Args:
+        timeout_s: From now on.
+        call: The function by which all clients come, for errors.
+    """
+
+    def __init__(self, timeout_s: float, call: str) -> None:
+        self._timeout_s, self._call = timeout_s, call
         self._deadline = time.monotonic() + timeout_s
 
     def until(self, is_over: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
@@ -268,7 +277,7 @@ class _Wait:
                 clients = missing()
                 raise BarrierTimeoutError(
                     f"process group: clients {capped(clients)} did not come within {self._timeout_s:g} s; every client "
-                    "of the job must call dtckpt.init_process_group",
+                    f"of the job must call {self._call}",
                     missing=clients,
                 )
             time.sleep(POLL_S)
@@ -281,7 +290,7 @@ def _lead(store: Store, config: Config, wait: _Wait) -> str:
     keys = [f"joined/{name}/{client}" for client in range(config.num_clients)]
     store.set(keys[0], str(config.attempt))
     store.set("leader", name)
-    wait.until(lambda: store.check(keys), lambda: [client for client, key in enumerate(keys) if not store.check([key])])
+    wait.until(lambda: store.check(keys), lambda: _missing(store, name, config))
     # Higher than all earlier attempts at this store, and at least the number in each client's environment.
     last = int(store.get("attempt")) if store.check(["attempt"]) else -1
     attempt = max(last + 1, *map(int, store.multi_get(keys)))
@@ -310,6 +319,12 @@ def _join(store: Store, config: Config, wait: _Wait) -> str:
             joined = name
         return False
 
-    # Only the leader looks at the clients that have joined, so this client can only miss the leader.
-    wait.until(has_begun, lambda: [0])
+    # Without a leader's name nothing tells who else has come.
+    wait.until(has_begun, lambda: _missing(store, joined, config) if joined else [0])
     return joined
+
+
+def _missing(store: Store, name: str, config: Config) -> list[int]:
+    """Return the clients that have not joined under a name; the leader if all have, as it has not begun the attempt."""
+    missing = [client for client in range(config.num_clients) if not store.check([f"joined/{name}/{client}"])]
+    return missing or [0]

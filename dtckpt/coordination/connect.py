@@ -15,8 +15,9 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from dtckpt.comm import fork_guard
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dtckpt.coordination")
 _lock = threading.RLock()
 _current: Coordination | None = None
+GOODBYE_S = 2.0
+"""Longest wait for a goodbye to the clients of an earlier attempt."""
 _arguments: dict[str, Any] = {}
 """The arguments of `initialize_multi_client`."""
 _has_process_group = False
@@ -70,7 +73,7 @@ def connect(
     env = os.environ if env is None else env
     member = _member(env)
     if attempt is not None:
-        member = replace(member, attempt=attempt)
+        member = replace(member, attempt=attempt, incarnation=identity.incarnation(attempt))
     timeout_s = Config.from_environ(env).heartbeat_timeout_s if heartbeat_timeout_s is None else heartbeat_timeout_s
     if endpoint := find_coordinator(env, coordinator):
         from dtckpt._proto import COORDINATOR, require
@@ -134,7 +137,7 @@ def joined_member() -> Member | None:
     return None if _current is None else _current.member
 
 
-def rejoin() -> Coordination:
+def rejoin(timeout_s: float, call: str) -> Coordination:
     """Leave the job as it was, and join it with the clients that the environment describes now.
 
     The clients have made the default process group anew, among other processes. In its store they agree on an attempt
@@ -143,9 +146,14 @@ def rejoin() -> Coordination:
 
     Collective: Over all clients of the new process group.
 
-    Blocks: On the slowest client, at most 5 minutes.
+    Blocks: On the slowest client, at most for ``timeout_s``.
+
+    Args:
+        timeout_s: Longest wait for the other clients, in seconds.
+        call: The function by which all clients come, for errors.
 
     Raises:
+        BarrierTimeoutError: Clients did not come in time; its ``missing`` has their ids.
         ConfigError: The environment and the process group describe different clients.
         DtckptError: As `connect`.
     """
@@ -164,18 +172,25 @@ def rejoin() -> Coordination:
     here = _member(os.environ)
     attempt = here.attempt if before is None else max(here.attempt, before.member.attempt + 1)
     if rank is not None and config.num_clients > 1:
-        attempt = default_process_group.agree_anew(attempt, config)
-    elif before is not None and replace(here, attempt=before.member.attempt) == before.member:
+        attempt = default_process_group.agree_anew(attempt, config, timedelta(seconds=timeout_s), call)
+    elif before is not None and _is_same_place(here, before.member):
         return before
     elif config.num_clients > 1:
         attempt = here.attempt  # the clients have no other place to agree on one
     if before is not None:
         set_coordination(None)
-        # Beside the rest: the process that had the old store may be gone, and a goodbye to it takes a while.
-        begin(before.leave, "dtckpt-leave")
+        # A coordinator hears the goodbye before it hears of the new attempt, which would fence this client. The process
+        # that had an old store may be gone, and a goodbye to it takes a while.
+        with suppress(TimeoutError):
+            begin(before.leave, "dtckpt-leave").result(GOODBYE_S)
     coordination = connect(**_arguments, attempt=attempt)
     set_coordination(coordination)
     return coordination
+
+
+def _is_same_place(here: Member, before: Member) -> bool:
+    """Whether the environment describes the place in the job that this client has, whatever the attempt."""
+    return replace(here, attempt=before.attempt, incarnation=before.incarnation) == before
 
 
 def connect_beside(name: str) -> Coordination:

@@ -24,13 +24,18 @@ def host_name() -> str:
     return os.environ.get("DTCKPT_HOST") or socket.gethostname()
 
 
-def incarnation() -> int:
-    """Return this process's random id; a forked process has another id."""
-    return _incarnation(os.getpid())
+def incarnation(attempt: int | None = None) -> int:
+    """Return this process's random id; a forked process has another id.
+
+    Args:
+        attempt: An attempt of the job that this process has joined after another one. The process has another id there,
+            so that a late message of the earlier attempt cannot count as one of this attempt.
+    """
+    return _incarnation(os.getpid(), attempt)
 
 
 @functools.cache
-def _incarnation(_pid: int) -> int:
+def _incarnation(_pid: int, _attempt: int | None) -> int:
     return secrets.randbits(63) or 1
 
 

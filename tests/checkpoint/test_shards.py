@@ -10,7 +10,7 @@ from torch import nn
 import dtckpt
 from dtckpt import Shards
 from dtckpt.checkpoint.shards import mark_of, shard_marks
-from dtckpt.errors import ConfigError, MeshError, TreeError
+from dtckpt.errors import ConfigError, MeshError, TensorNotFoundError, TreeError
 from dtckpt.interop.dcp.state_items import encode_item
 
 from . import shards_cases as cases
@@ -215,3 +215,11 @@ def test_experts_with_names_of_their_own_need_no_shards(pool, tmp_path):
     for clients, ep in RESUMES:
         found = pool.values(cases.resume_training, path, ep, "named", clients=clients, **facts)
         assert found == [pytest.approx(losses[0], rel=1e-5)] * clients
+
+
+def test_parts_that_a_checkpoint_lacks_are_named(tmp_path):
+    mesh = dtckpt.create_mesh([("ep", 1)], device_type="CPU")
+    dtckpt.save(tmp_path / "a", {"w": torch.ones(2)})
+    target = {"w": torch.zeros(2), "experts": Shards(torch.ones(2, 2), mesh), "array": torch.ones(2).numpy()}
+    with pytest.raises(TensorNotFoundError, match=r"array.*experts|experts.*array"):
+        dtckpt.restore(tmp_path / "a", target)

@@ -114,3 +114,15 @@ def test_a_client_need_not_register_at_once():
 def test_what_tensorflow_passes_by_position_is_refused(value):
     with pytest.raises(errors.ConfigTypeError, match="expected host:port; pass enable_coordination_service"):
         connect.initialize_multi_client(value)
+
+
+def test_a_late_goodbye_of_an_earlier_attempt_counts_for_nothing(monkeypatch):
+    """A process that joins a newer attempt at the same place stays in it."""
+    with server_in_thread() as port:
+        monkeypatch.setenv("DTCKPT_COORDINATOR", f"127.0.0.1:{port}")
+        before, now = connect.connect(), connect.connect(attempt=1)
+        before.register()
+        now.register()
+        before.leave()
+        assert [task.state for task in now.status().tasks] == ["registered"]
+        now.leave()

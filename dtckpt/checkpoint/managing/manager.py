@@ -598,6 +598,7 @@ class CheckpointManager:
                 which client this process was.
             CheckpointNotFoundError: The clients must go back, and there is no valid checkpoint.
             ClientLostError: A client was lost meanwhile. Make the process group anew, and call the method again.
+            BarrierTimeoutError: A client of the process group did not come in time. The cure is the same.
             DtckptError: As `dtckpt.save`, if the clients describe different states, and as `restore`.
         """
         origin, options = self._origin, options or RestoreOptions()
@@ -607,8 +608,8 @@ class CheckpointManager:
             forgive_cut_off(self._handle)
         if self._tier is not None:
             self._tier.leave_world()
-        coordination, tier = rejoin(), None if self._tier is None else self._tier.session.tier
-        client = coordination.member.client
+        coordination = rejoin(options.timeout_s, "CheckpointManager.resize")
+        tier, client = None if self._tier is None else self._tier.session.tier, coordination.member.client
 
         def prepare() -> None:
             if state is not None and before is None:

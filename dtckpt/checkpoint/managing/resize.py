@@ -61,6 +61,7 @@ from dtckpt.errors import (
     BarrierConflictError,
     ConfigError,
     SourceLostError,
+    StorageError,
     TensorPartMissingError,
     capped,
 )
@@ -361,7 +362,10 @@ class Resize:
 
     def _peer(self, client: int) -> Peer:
         own = self._former[client]
-        return Peer(own.server, own.host, self._former[min(self._former)].token, ANSWER_S)
+        return Peer(own.server, self._title(client), self._former[min(self._former)].token, ANSWER_S)
+
+    def _title(self, client: int) -> str:
+        return f"{self._former[client].host} (client {client})"
 
     # --- lend -------------------------------------------------------------------------------------------------------
 
@@ -463,15 +467,20 @@ class Resize:
         own = MappedFolder(self._folder, self._request.host)
         sources = {client: own if client == self._client else self._peer(client) for client in clients}
         with Pool(MAX_ASKED, "dtckpt-resize-indexes") as pool:
-            asked = {client: pool.submit(source.index_file, save, client) for client, source in sources.items()}
-            indexes = {client: PartIndex.from_bytes(file.result()) for client, file in asked.items()}
-        holders = {
-            client: [PartHolder(f"{self._former[client].host} (client {client})", source)]
-            for client, source in sources.items()
-        }
+            asked = {client: pool.submit(_index_of, source, save, client) for client, source in sources.items()}
+            indexes = {client: index.result() for client, index in asked.items()}
+        holders = {client: [PartHolder(self._title(client), source)] for client, source in sources.items()}
         title = f"step {givers.step} in the memory of the clients"
         files = PartFiles(save, indexes, holders, kind=KIND, title=title, lost_error=SourceLostError)
         return PartCheckpoint(files, name, is_remote=len(self._former) > 1)
+
+
+def _index_of(source: MappedFolder | Peer, save: SaveId, client: int) -> PartIndex:
+    """Return the index of a client's part. Raises: SourceLostError: The client does not answer."""
+    try:
+        return PartIndex.from_bytes(source.index_file(save, client))
+    except StorageError as error:
+        raise SourceLostError(f"client {client} does not lend its part any more: {error.message}") from error
 
 
 def overlap_with(tensors: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bool]:

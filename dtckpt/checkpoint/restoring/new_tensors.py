@@ -80,7 +80,7 @@ def plan_new_tensors(
     kept: KeptLayouts = {}
     leaves = [(name, as_leaf(tensor, name, kept)) for name, tensor in tensors.items()]
     made = with_arrays(tensors, arrays)
-    return RestorePlan(leaves, lambda: trees.build(structure, made.__getitem__), names)
+    return RestorePlan(leaves, lambda: trees.build(structure, made.__getitem__), names, is_new=True)
 
 
 def plain_names(checkpoint: Checkpoint) -> set[str]:

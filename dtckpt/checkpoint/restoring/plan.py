@@ -39,6 +39,7 @@ class RestorePlan:
         defaulted: As in `RestoreReport`.
         unexpected: As in `RestoreReport`, of this client alone.
         owners: As in `RestoreReport`.
+        is_new: Whether the tensors are new ones, in place of a target's.
     """
 
     leaves: Sequence[tuple[str, Leaf]]
@@ -48,6 +49,7 @@ class RestorePlan:
     defaulted: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     owners: Mapping[str, Rule] = field(default_factory=dict)
+    is_new: bool = False
 
     def new_names_of(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the new names, sorted, of values with these names in the checkpoint."""

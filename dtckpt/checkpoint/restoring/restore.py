@@ -28,6 +28,7 @@ from dtckpt.checkpoint.restoring.aside import AsideMemory, copy_into
 from dtckpt.checkpoint.restoring.fill import fill_tensors, has_elements, own_buffers, read_nbytes
 from dtckpt.checkpoint.restoring.layout_choice import Layouts
 from dtckpt.checkpoint.restoring.match import plan_target
+from dtckpt.checkpoint.restoring.new_layouts import MeshFacts, mesh_facts, validate_same_layouts
 from dtckpt.checkpoint.restoring.new_tensors import meshes_of_layouts, plan_new_tensors
 from dtckpt.checkpoint.restoring.plan import RestorePlan, validate_expected, validate_report
 from dtckpt.checkpoint.restoring.read_by_host import HandedOn, handed_on
@@ -119,7 +120,8 @@ def restore(
             dense memory.
         TreeError: The target holds something that cannot be filled.
         CheckpointCorruptError: Stored bytes differ from the saved bytes.
-        MeshError: ``group`` lacks this client, or names a client that the job lacks.
+        MeshError: ``group`` lacks this client, or names a client that the job lacks; or clients of one mesh ask for new
+            tensors in different layouts, or on different meshes.
     """
     if strict is not None:
         options = replace(options or RestoreOptions(), strict=strict)
@@ -409,6 +411,7 @@ def _run_once(request: _RestoreRequest, open_: Open, collective: Collective) -> 
         checkpoint = stack.enter_context(prepared.checkpoint)
         # All clients compare the same payloads, so either all go on or all raise, without another barrier.
         _validate_same(opened)
+        validate_same_layouts({client: facts.new_layouts for client, facts in opened.items()})
         shared = agreed_tensors(prepared.shared, {client: facts.shared for client, facts in opened.items()})
         unexpected = prepared.unasked.by_all(
             collective, checkpoint, {client: facts.unasked for client, facts in opened.items()}
@@ -501,6 +504,7 @@ def _prepare(
         unasked.digest,
         options.allow_unexpected,
         [] if checkpoint.signed is None else sorted(checkpoint.signed.signers)[:MAX_SIGNERS],
+        mesh_facts(leaves, collective.client, collective.participants) if planned.is_new and not is_alone else {},
     )
     prepared = _Prepared(checkpoint, planned, report, leaves, beside, tied, shared, handed, unasked)
     return prepared, json.dumps(facts).encode()
@@ -528,6 +532,7 @@ class _CheckpointFacts(NamedTuple):
         unasked: Digest of the saved names that the client does not ask for.
         allows_unexpected: Whether the client skips names that no client asks for.
         trusted: The ids of its trusted keys that have signed the checkpoint.
+        new_layouts: The meshes of its new tensors; empty if it fills a target.
     """
 
     identity: str
@@ -537,6 +542,7 @@ class _CheckpointFacts(NamedTuple):
     unasked: int
     allows_unexpected: bool
     trusted: list[str]
+    new_layouts: MeshFacts
 
 
 def _validate_same(opened: Mapping[int, _CheckpointFacts]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.client_processes import Answer
+from support.coordinators import server_in_thread
 
 from dtckpt import CheckpointManager
 
@@ -35,6 +36,15 @@ def test_nothing_is_lost_where_all_live(pool, tmp_path, worlds):
     found = told(pool.run(cases.move, tmp_path, worlds, clients=num))
     assert all(each == (3, 0, "", True) for of_process in found for each in of_process)
     assert len(found) == num
+
+
+def test_a_coordinator(pool, tmp_path):
+    """Four clients, three, four: the second one is killed, and a new one comes."""
+    with server_in_thread(10.0) as port:
+        worlds, address = [[0, 1, 2, 3], [3, 0, 2], [2, 4, 0, 3]], f"127.0.0.1:{port}"
+        found = told(pool.run(cases.move, tmp_path, worlds, clients=5, coordinator=address))
+    back = (1, 2, "[3:6, 0:10] of tensor 'model/w' was on client 1 alone, which is lost", True)
+    assert found == [[back, (1, 0, "", True)]] * 3 + [[(1, 0, "", True)]]
 
 
 def test_a_lost_client_had_a_part(pool, tmp_path):
