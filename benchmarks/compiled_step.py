@@ -73,7 +73,7 @@ def make_step(make: Callable[[int], nn.Module], width: int, mesh: Any, compiled:
         make: Makes the model.
         width: Number of features.
         mesh: The mesh.
-        compiled: The compiled part: module, optimizer``, the whole ``step``, or nothing.
+        compiled: The compiled part: ``module``, ``optimizer``, the whole ``step``, or nothing.
         backend: Of `torch.compile`.
     """
     torch.manual_seed(0)
