@@ -63,7 +63,7 @@ PROGRAMS: tuple[tuple[str, Callable[[int], nn.Module], str], ...] = (
     ("two layers", MLP, "step"),
     ("GPT block", Block, "step"),
 )
-"""Name, module and what is compiled of each program."""
+"""Name, module and compiled part of each program."""
 
 
 def make_step(make: Callable[[int], nn.Module], width: int, mesh: Any, compiled: str, backend: str) -> Any:
@@ -73,7 +73,7 @@ def make_step(make: Callable[[int], nn.Module], width: int, mesh: Any, compiled:
         make: Makes the model.
         width: Number of features.
         mesh: The mesh.
-        compiled: What is compiled: ``module``, ``optimizer``, the whole ``step``, or nothing.
+        compiled: The compiled part: ``module``, ``optimizer``, the whole ``step``, or nothing.
         backend: Of `torch.compile`.
     """
     torch.manual_seed(0)

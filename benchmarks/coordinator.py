@@ -51,7 +51,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Coordinator:
-    """A coordinator's process, and what it costs."""
+    """A coordinator's process, and its costs."""
 
     def __init__(self, heartbeat_timeout_s: float, *more: str) -> None:
         arguments = ["serve", "--port", "0", "--insecure", "--heartbeat-timeout-s", str(heartbeat_timeout_s), *more]

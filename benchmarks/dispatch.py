@@ -1,4 +1,4 @@
-"""What it costs to run an operator on a DTensor, beside PyTorch's: warm, and the first call with new shapes.
+"""The cost of running an operator on a DTensor, beside PyTorch's: warm, and the first call with new shapes.
 
 Run: ``python -m benchmarks.dispatch [--rounds 40] [--axes 1 2 3] [--device cuda]``. One process, tensors of 8x8 on
 meshes of one device, so that next to nothing is computed and nothing moves. The host does not wait for a GPU.

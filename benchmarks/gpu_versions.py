@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _problem(requirement: Requirement) -> str | None:
-    """Print the version of a distribution; return what is wrong with it."""
+    """Print the version of a distribution; return its faults."""
     try:
         version = importlib.metadata.version(requirement.name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What it costs to go between plain tensors and DTensors, beside PyTorch's, for equal arguments again and again.
+"""The cost of conversions between plain tensors and DTensors, beside PyTorch's, for equal arguments again and again.
 
 Run: ``torchrun --nproc-per-node 2 -m benchmarks.local_conversions``. Tensors of 8x8 on a line of clients, one device
 each. The two take turns; times are the best of some rounds, on client 0.

@@ -31,7 +31,7 @@ class Orbax:
         self._checkpointer = ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
 
     def arrays(self, parts: Mapping[str, torch.Tensor], shape: tuple[int, int]) -> dict[str, jax.Array]:
-        """Return what is split along dim 0 into the parts of the clients."""
+        """Return the tensors, split along dim 0 into the parts of the clients."""
         sharding, device = self._sharding(0), jax.local_devices()[0]
         found = {
             name: jax.make_array_from_single_device_arrays(shape, sharding, [jax.device_put(part.numpy(), device)])

@@ -71,7 +71,7 @@ def mesh_of(axes: dict[str, int], devices_per_client: int, client: int) -> Mesh:
 
 
 def measure(count: int, devices_per_client: int, device: int, distinct: bool) -> dict[str, float]:
-    """Plan every tensor in this process, which has planned nothing yet, and return what it took."""
+    """Plan every tensor in this process, which has planned nothing yet, and return time and memory."""
     client = device // devices_per_client
     before = resident()
     started = time.perf_counter()

@@ -38,7 +38,7 @@ THEIRS = {"S0": theirs.Shard(0), "S1": theirs.Shard(1), "R": theirs.Replicate(),
 
 
 class Received(TorchDispatchMode):
-    """Adds up what this client receives."""
+    """Adds up the bytes that this client receives."""
 
     nbytes = 0.0
 

@@ -98,7 +98,7 @@ def read_nbytes() -> int:
 
 
 def measure(work: str, arguments: Sequence[Any]) -> None:
-    """Wait for a line on standard input, do the work, and print what it took."""
+    """Wait for a line on standard input, do the work, and print its costs."""
     return_freed_memory()
     tensorstore()
     print("ready", flush=True)

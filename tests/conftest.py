@@ -30,7 +30,7 @@ settings.load_profile("nightly" if shares.IS_ALL else "ci")
 
 # It would look through all that is imported while tests are collected, again and again, for a sixth of the time.
 gc.disable()
-# Processes that tests start inherit what this one ignores.
+# Processes that tests start inherit the signals that this process ignores.
 forkserver.reset_signals()
 
 TESTS = Path(__file__).parent

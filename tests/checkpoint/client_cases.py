@@ -51,7 +51,7 @@ def save(
 def restore(
     path: str, axes: Mapping[str, int], tensors: Tensors, *, devices: int = 1, generation: str = ""
 ) -> list[str]:
-    """Restore into layouts on another mesh, both ways; return what is wrong."""
+    """Restore into layouts on another mesh, both ways; return the faults."""
     mesh = mesh_over_all(axes, devices)
     layouts = {name: Layout(specs, mesh) for name, (_, _, specs) in tensors.items() if specs is not None}
     found: list[str] = []

@@ -50,7 +50,7 @@ def nothing_in_flight():
 
 @pytest.fixture
 def run(capsys):
-    """Run the command in this process; return its exit code and what it printed."""
+    """Run the command in this process; return its exit code and its output."""
     from dtckpt.cli.main import main
 
     def call(*args):

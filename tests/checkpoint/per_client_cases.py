@@ -15,7 +15,7 @@ from dtckpt.checkpoint.per_client import ResizeRule
 
 
 class Loader:
-    """A loader of data that knows its position and what it has buffered."""
+    """A loader of data that knows its position and its buffer."""
 
     def __init__(self, position: int = -1) -> None:
         self.position = position

@@ -282,7 +282,7 @@ def test_a_client_that_dies_takes_nothing_along(request, pool, tmp_path, way, vi
     assert sum(found.values()) == 1, "neither the old nor the new checkpoint"
     assert left == "either" or found[left], found
 
-    # And the job goes on, with what is left lying around.
+    # And the job goes on, beside the leftovers.
     pool.values(client_cases.save, path, axes, STATE, generation="newer", overwrite=True, clients=4, **meeting)
     assert client_cases.restore(path, {"x": 1}, STATE, generation="newer") == []
     assert sorted(entry.name for entry in tmp_path.iterdir() if entry.name != "pid") == ["other", "s"]

@@ -1,4 +1,4 @@
-"""Compressed chunks: what is stored, what can be read of it, and how damage shows."""
+"""Compressed chunks: their files, reads of parts, and how damage shows."""
 
 import json
 from contextlib import suppress

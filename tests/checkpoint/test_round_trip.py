@@ -1,4 +1,4 @@
-"""What was saved comes back, element by element, whatever meshes and layouts lie between."""
+"""Saved tensors come back, element by element, over any meshes and layouts."""
 
 import tempfile
 from pathlib import Path

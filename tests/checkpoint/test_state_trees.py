@@ -1,4 +1,4 @@
-"""State trees: structure, plain values, stateful objects; what a target asks for and what it gets."""
+"""State trees: structure, plain values, stateful objects; the values that a target asks for, and gets."""
 
 import io
 import math

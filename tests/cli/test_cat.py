@@ -83,7 +83,7 @@ def test_only_the_chunks_that_are_needed_are_read(run, path, monkeypatch):
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_every_dtype(run, path, dtype):
-    """What is printed gives the elements back."""
+    """The output gives the elements back."""
     result = run("cat", path, f"dtypes/{dtype}", "--json")
     elements = np.frombuffer(
         tensor_of(dtype, (3, 4), dtype).reshape(-1).view(torch.uint8).numpy().tobytes(), DTYPES[dtype]

@@ -155,7 +155,7 @@ def test_an_interrupt_at_any_instant(folder, durations, command, first):
 
 
 def interrupt(folder, command, instant, duration):
-    """Interrupt a command at one of its instants, and check what it says and leaves."""
+    """Interrupt a command at one of its instants, and check its output and the files that it leaves."""
     _remove_new(folder)
     before = sorted(os.listdir(folder))
     process, start = _start(COMMANDS[command], folder)

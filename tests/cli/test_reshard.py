@@ -33,7 +33,7 @@ def test_every_element_is_kept_in_the_layouts_asked_for(run, source, target, ten
         assert layouts["model/w"].sharding_specs == [("data", "x"), UNSHARDED]
         assert layouts["optim/a=b"].sharding_specs == ["x"]
         assert layouts["optim/scale"].sharding_specs == []
-        # What no pattern matches keeps its specs, without the axes that the mesh lacks.
+        # A tensor that no pattern matches keeps its specs, without the axes that the mesh lacks.
         assert layouts["model/uneven"].sharding_specs == ["x", UNSHARDED]
         assert layouts["optim/ids"].sharding_specs == [UNSHARDED, UNSHARDED]
         assert new.tensors["model/uneven"].num_chunks == 3

@@ -229,7 +229,7 @@ def reshard_until_killed(source, target, index, kvstore, at, pipe):
 @pytest.mark.processes
 @pytest.mark.parametrize(("kvstore", "step"), [("ocdbt", 2), ("zarr", 7)])
 def test_the_last_worker_is_killed_at_any_time(source, tmp_path, tensors, kvstore, step):
-    """What was there stays until all is there; the same worker or another may resume and complete it."""
+    """The old checkpoint stays until the new one is complete; the same worker or another may resume and complete it."""
     begun = tmp_path / "begun"
     begun.mkdir()
     dtckpt.save(begun / "new", {"old": 1})

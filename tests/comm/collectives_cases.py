@@ -264,7 +264,7 @@ TAGGED = frozenset({"tags"})
 
 
 def run(native: str | None, members: Sequence[int] | None = None) -> dict[str, tuple[list[str], list[bytes]]]:
-    """Run all checks with one implementation over some clients; return what is wrong, and the bits of all results.
+    """Run all checks with one implementation over some clients; return the faults, and the bits of all results.
 
     Args:
         native: Device type of `NativeCollectives`; None for `PairwiseCollectives`, "gloo" for `PairwiseCollectives`

@@ -1,4 +1,4 @@
-"""Messages of calls that have failed: what was to be sent or filled may be used for something else."""
+"""Messages of calls that have failed: buffers to send or to fill may be used for something else."""
 
 import os
 import socket

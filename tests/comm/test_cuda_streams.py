@@ -13,7 +13,7 @@ HOST = torch.device("cpu")
 
 
 class Stream:
-    """Notes in a log what it is told."""
+    """Notes its calls in a log."""
 
     def __init__(self, name, log):
         self.name, self.log, self.device = name, log, HOST

@@ -21,7 +21,7 @@ def pair():
 
 
 def join(pair):
-    """Let both join; return what they found."""
+    """Let both join; return their findings."""
     found = {}
     threads = [threading.Thread(target=lambda each=each: found.update({id(each): each.join()})) for each in pair]
     for thread in threads:

@@ -118,7 +118,7 @@ class Simulation:
         for kept in (rules.jobs, rules.feeds.feeds, rules.feeds.leases, rules.memory.nbytes):
             assert not kept, "something is never forgotten"
 
-    # --- what is promised -------------------------------------------------------------------------------------------
+    # --- promises ---------------------------------------------------------------------------------------------------
 
     def happen(self, event: Event) -> Effects:
         feed = self.rules.feeds.feeds.get(FEED)

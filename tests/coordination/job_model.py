@@ -415,7 +415,7 @@ class World:
         if barrier is not None and self._reaches(client):
             self._send(Cancel(self._who(client), barrier.barrier_id, "was interrupted"))
 
-    # --- what is promised -------------------------------------------------------------------------------------------
+    # --- promises ---------------------------------------------------------------------------------------------------
 
     def mixed(self) -> list[tuple[int, ...]]:
         """Return commits that join rows of different steps, or lack some."""

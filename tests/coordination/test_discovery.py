@@ -17,7 +17,7 @@ PORT = {"DTCKPT_COORDINATOR_PORT_NUMBER": "3"}
 MASTER = {"MASTER_ADDR": "master"}
 PET = {"PET_MASTER_ADDR": "pet"}
 
-# Every combination of what may be said: the flag, and which of the variables. First match wins.
+# Every combination of the flag and the variables. First match wins.
 RULES = [
     # said                            address          source
     ({"flag"}, "flag:1", "an argument"),
@@ -40,7 +40,7 @@ def test_first_match_wins(said):
     env = {name: value for each in said - {"flag"} for name, value in VARIABLES[each].items()}
     expected = next((CoordinatorAddress(*rest) for needs, *rest in RULES if needs <= said), None)
     assert find_coordinator(env, FLAG if "flag" in said else None) == expected
-    # What is set to nothing is not set.
+    # An empty variable counts as not set.
     env |= {name: "" for each in VARIABLES.values() for name in each if name not in env}
     assert find_coordinator(env, FLAG if "flag" in said else "") == expected
 

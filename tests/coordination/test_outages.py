@@ -66,7 +66,7 @@ def missing(server, name, job="job"):
 
 
 def is_whole(path, size=NUM_CLIENTS * 1000):
-    """Return whether there is a checkpoint; what is there must be whole."""
+    """Return whether there is a checkpoint; a checkpoint must be whole."""
     try:
         with dtckpt.open_checkpoint(path) as checkpoint:
             assert checkpoint.verify().is_sound

@@ -202,7 +202,7 @@ class Trainers(Crew):
     """All clients of one job.
 
     Args:
-        training: What they do.
+        training: The client's program.
         ports: Of the coordinator, as each client sees it; None: they meet at the store.
         store_port: Of the store.
         root: Folder of the checkpoints.

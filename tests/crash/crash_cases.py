@@ -89,7 +89,7 @@ def generation_at(path: str | Path) -> str | None:
     """Return which generation restores bit for bit; None if there is no checkpoint.
 
     Raises:
-        AssertionError: What is restored is not what was saved.
+        AssertionError: The restored state differs from the saved state.
         CheckpointError: There is a checkpoint, but it cannot be restored.
     """
     try:

@@ -182,7 +182,7 @@ class Nursery:
         return self.start(case, *args, **kwargs).finish()
 
     def values(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """As `run`, for cases that succeed on all clients; return what they return."""
+        """As `run`, for cases that succeed on all clients; return their results."""
         answers = self.run(case, *args, **kwargs)
         assert not any(answer.has_died or answer.error for answer in answers), answers
         return [answer.value for answer in answers]

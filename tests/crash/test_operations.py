@@ -41,7 +41,7 @@ def test_any_operation_may_be_the_last(nursery, tmp_path, kvstore, clients, has_
 
 
 def struck_save(nursery, folder, has_old, fault, **options):
-    """Let a fault strike one save and check what it leaves; return what became of it, for counting."""
+    """Let a fault strike one save and check the files after it; return the outcome, for counting."""
     path, old = str(folder / "s"), "old" if has_old else None
     if has_old:
         nursery.values(crash_cases.save, path, old, **options)
@@ -85,7 +85,7 @@ def test_any_operation_of_a_save_with_a_base_may_be_the_last(nursery, tmp_path, 
 
 
 def struck_on_base(nursery, folder, fault, **options):
-    """Let a fault strike one save that has a base, and check what it leaves of both; return what became of it."""
+    """Let a fault strike one save that has a base, and check the files of both; return the outcome."""
     base, path = str(folder / "b"), str(folder / "s")
     nursery.values(crash_cases.save, base, "old", **options)
     nursery.values(crash_cases.save_on_base, path, base, "first", **options)

@@ -21,7 +21,7 @@ DRAWS = amount(2, 6)
 """Random choices, at each of them, of the unsynced changes that survive."""
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-"""Where what is left after a power loss is written for a moment; disks take long for that many small files."""
+"""Where the remains of a power loss are written for a moment; disks take long for that many small files."""
 
 HISTORIES = {
     "a new path": (2, False, False),
@@ -29,7 +29,7 @@ HISTORIES = {
     "a leader that was killed": (2, True, True),
     "a lone client that was killed": (1, True, True),
 }
-"""What was before the save: how many clients save, whether a checkpoint, whether a save that was killed."""
+"""The state before the save: the number of clients, a checkpoint or none, a killed save or none."""
 
 
 def losses(draw):

@@ -123,7 +123,7 @@ def test_what_is_copied_exists_and_is_sent_to_the_builder():
 
 @pytest.fixture
 def image(tmp_path):
-    """Return an environment in which Python finds what is in the coordinator's image, and nothing else."""
+    """Return an environment in which Python finds the packages of the coordinator's image, and nothing else."""
     for name in closure(coordinator_packages()):
         for file in metadata.files(name):
             top = file.parts[0]

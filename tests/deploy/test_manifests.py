@@ -220,7 +220,7 @@ def test_one_coordinator_at_a_time():
     assert coordinator.spec["restartPolicy"] == "OnFailure"  # in place, at the address that clients know
 
 
-# --- who finds and reaches whom -----------------------------------------------------------------------------------
+# --- addresses and reachability -----------------------------------------------------------------------------------
 
 
 def pod_environment(pod, labels, annotations):

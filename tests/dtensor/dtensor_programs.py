@@ -1,6 +1,6 @@
 """Programs written for `torch.distributed.tensor`; each runs as it is, and on `dtckpt.dtensor` instead.
 
-A program takes the module that it would import from, runs on 2 or 4 clients, and returns what it has seen as plain
+A program takes the module that it would import from, runs on 2 or 4 clients, and returns its observations as plain
 values. Where the two are meant to differ a program does not look.
 """
 
@@ -463,7 +463,7 @@ def foreach_types(api: Any) -> Any:
     return [api.DTensor in listed for listed in (optimizers_types, gradients_types)], weight.full_tensor()
 
 
-# --- what both refuse ---------------------------------------------------------------------------------------------
+# --- refusals of both ---------------------------------------------------------------------------------------------
 
 
 def refusals(api: Any) -> Any:

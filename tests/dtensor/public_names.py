@@ -54,7 +54,7 @@ class Name:
     Args:
         path: The name with its module, and its class.
         theirs: Parameters there; None for what does not tell.
-        ours: What the name is here, `_ABSENT` if there is none.
+        ours: The object with the name here, `_ABSENT` if there is none.
         is_called: Whether it is a function or a class there.
     """
 
@@ -78,7 +78,7 @@ class Name:
 
     @property
     def why(self) -> str:
-        """What is known about the name, or about all of its module."""
+        """The known departure of the name, or of all of its module."""
         return DEPARTURES.get(self.path, DEPARTURES.get(self.path.rpartition(".")[0], "") if not self.is_here else "")
 
     @property
@@ -195,7 +195,7 @@ def _attribute(owner: Any, path: str) -> Any:
 
 
 def _signature(value: Any) -> inspect.Signature | None:
-    """Return the signature of a function or class; None for properties, and for what is private or C++ defines."""
+    """Return the signature of a function or class; None for properties, private names, and functions of C++."""
     if not callable(value) or value is torch.distributed.tensor.DTensor:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Explanations of plans, the plan cache, and counts of what is communicated."""
+"""Explanations of plans, the plan cache, and counts of communication."""
 
 import inspect
 import itertools

@@ -1,4 +1,4 @@
-"""DTensors and modules made on a mesh: values, memory, agreement between clients, and what is refused."""
+"""DTensors and modules made on a mesh: values, memory, agreement between clients, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest: what is written is read, the same state gives the same bytes, and contradictions are refused."""
+"""The manifest: a written manifest is read, the same state gives the same bytes, and contradictions are refused."""
 
 from dataclasses import replace
 

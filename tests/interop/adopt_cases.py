@@ -90,7 +90,7 @@ def inside(folder: str) -> Iterator[None]:
 
 
 def contents(names: Names) -> list[list[float]]:
-    """Return the elements that this client holds of what is to be saved."""
+    """Return the elements of the state that this client holds."""
     tensors = [*names["model"].parameters()] if "model" in names else [names["weight"]]
     for state in names["optimizer"].state.values() if "optimizer" in names else ():
         tensors.extend(value for value in state.values() if isinstance(value, torch.Tensor))
@@ -98,7 +98,7 @@ def contents(names: Names) -> list[list[float]]:
 
 
 def spoil(names: Names) -> None:
-    """Change what was saved."""
+    """Change the saved values."""
     with torch.no_grad():
         for tensor in names["model"].parameters() if "model" in names else [names["weight"]]:
             tensor.zero_()

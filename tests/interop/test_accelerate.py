@@ -1,4 +1,4 @@
-"""`accelerator_state`: what is in it, and whose state it refuses; and FSDP2. Other runs are in test_loops.py."""
+"""`accelerator_state`: its content, and the states that it refuses; and FSDP2. Other runs are in test_loops.py."""
 
 from functools import partial
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""`DtckptCheckpointIO` by itself: what it saves, loads and removes, and what is left when a save fails."""
+"""`DtckptCheckpointIO` by itself: saves, loads and removals, and the files after a failed save."""
 
 import os
 import sys

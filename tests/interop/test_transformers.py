@@ -1,4 +1,4 @@
-"""`DtckptTrainer` on two processes: what it writes, what is rotated, and what it resumes from."""
+"""`DtckptTrainer` on two processes: its files, their rotation, and the checkpoint that it resumes from."""
 
 import shutil
 

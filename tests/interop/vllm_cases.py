@@ -40,7 +40,7 @@ def base_of_wheel():
 
 
 class Factory:
-    """Keeps what is registered."""
+    """Keeps the registered classes."""
 
     def __init__(self):
         self.registered = {}

@@ -1,4 +1,4 @@
-"""`DeviceMesh` and `init_device_mesh`: what they refuse, and what they make, in one process."""
+"""`DeviceMesh` and `init_device_mesh`: refusals and results, in one process."""
 
 import numpy as np
 import pytest

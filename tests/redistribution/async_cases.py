@@ -23,7 +23,7 @@ def _everyone() -> Mesh:
 
 
 def check(seeds: Sequence[int]) -> list[str]:
-    """Start some redistributions of one device per client, end them in another order on each; return what is wrong."""
+    """Start some redistributions of one device per client, end them in another order on each; return the faults."""
     client, problems = dtckpt.client_id(), []
     for seed in seeds:
         rng, own = random.Random(seed), random.Random(1000 * seed + client)

@@ -102,7 +102,7 @@ def random_tree(rng: random.Random, seed: int) -> tuple[Any, Any]:
 
 
 def check(seeds: Sequence[int]) -> list[str]:
-    """Compare trees moved together with their tensors moved one by one; return what is wrong."""
+    """Compare trees moved together with their tensors moved one by one; return the faults."""
     problems = []
     for seed in seeds:
         rng = random.Random(seed)
@@ -163,7 +163,7 @@ def messages(number: int, size: int) -> tuple[list[tuple[int, int]], list[Commun
     """Move square tensors from rows to columns together.
 
     Returns:
-        How many messages this client sent and received per exchange; what observers saw; and what is wrong.
+        How many messages this client sent and received per exchange; what observers saw; and the faults.
     """
     clients = dtckpt.num_clients()
     mesh = mesh_of((clients,), range(clients), dtckpt.client_id())
@@ -205,7 +205,7 @@ def trees_that_differ() -> tuple[str, bool]:
 
 
 def gradients() -> list[str]:
-    """Send gradients back through a batch, of which some outputs are not used; return what is wrong."""
+    """Send gradients back through a batch, of which some outputs are not used; return the faults."""
     clients, client = dtckpt.num_clients(), dtckpt.client_id()
     mesh = mesh_of((clients,), range(clients), client)
     whole = torch.arange(float(6 * clients)).view(clients, 6)

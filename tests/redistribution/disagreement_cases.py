@@ -44,7 +44,7 @@ def ask(request: str, after: int = 0, *, late: Sequence[int] = ()) -> list[tuple
     """Ask for something, per client; then for what all ask for. Return what became of each.
 
     Args:
-        request: What this client asks for first.
+        request: The client's first request.
         after: It waits until so many others have said what they want, or why they fail.
         late: Clients that begin when all others are done with what they asked for first.
     """
@@ -141,7 +141,7 @@ def one_is_elsewhere(where: str, folder: str) -> tuple[tuple[str, str] | bool, f
     """Return what becomes of a call to which the last client does not come, and how long that takes.
 
     Args:
-        where: What the client does instead.
+        where: The client's call instead.
         folder: Where it may save.
     """
     client, clients = dtckpt.client_id(), dtckpt.num_clients()

@@ -99,7 +99,7 @@ def component_of(rng: random.Random, change: LayoutChange, device: int) -> torch
 
 
 def check(kind: str, seeds: Sequence[int]) -> list[str]:
-    """Compare collectives of one kind with exchanges of boxes; return what is wrong."""
+    """Compare collectives of one kind with exchanges of boxes; return the faults."""
     client, problems = dtckpt.client_id(), []
     for seed in seeds:
         rng = random.Random(seed)

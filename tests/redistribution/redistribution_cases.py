@@ -1,4 +1,4 @@
-"""Random changes of layout, and what they should give; runs in the tests' process and in client processes."""
+"""Random changes of layout, and their expected results; runs in the tests' process and in client processes."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def check_gradient(seed: int, clients: int = 1, devices: int = 1) -> None:
 
 
 def check_clients(seeds: Sequence[int], devices: int, kind: str = "CPU") -> list[str]:
-    """Move random tensors between meshes over all clients, or parts of them; return what is wrong."""
+    """Move random tensors between meshes over all clients, or parts of them; return the faults."""
     client, clients = dtckpt.client_id(), dtckpt.num_clients()
     problems = []
     for seed in seeds:

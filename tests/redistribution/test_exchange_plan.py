@@ -1,4 +1,4 @@
-"""Plans of changes of layout: what they hold by definition, and that a client looks at nothing but what touches it."""
+"""Plans of changes of layout: their moves by definition, and that a client looks only at boxes that touch its own."""
 
 import itertools
 import math

@@ -123,7 +123,7 @@ class Simulation:
         for kept in (rules.jobs, rules.memory.barriers, rules.memory.decided, rules.memory.nbytes):
             assert not kept, "something is never forgotten"
 
-    # --- what is promised ---------------------------------------------------------------------------------------
+    # --- promises -----------------------------------------------------------------------------------------------
 
     def happen(self, event: Event) -> Effects:
         was_decided = set(self._verdicts) if isinstance(event, Arrive) else set()

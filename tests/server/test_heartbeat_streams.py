@@ -1,4 +1,4 @@
-"""Heartbeat streams: what is told on them unasked, and how clients do without."""
+"""Heartbeat streams: notices on them, and how clients do without."""
 
 import asyncio
 import itertools

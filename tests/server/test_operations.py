@@ -155,7 +155,7 @@ def test_feeds_in_metrics(world):
 
 
 def test_uses_of_versions(world):
-    """Metrics and page tell what readers use, and not what they have only fetched."""
+    """Metrics and page tell the version that readers use, and not a version that they have only fetched."""
     publish(world)
     engine = events.Identity("engine", 0, 1)
 

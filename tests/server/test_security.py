@@ -280,7 +280,7 @@ def test_jobs_with_blanks_and_several_tokens():
     assert len(tokens) == 2
 
 
-# --- what a client is told by its environment ------------------------------------------------------------------------
+# --- the environment of a client -------------------------------------------------------------------------------------
 
 
 def test_jobs_beside_one_that_has_a_token():

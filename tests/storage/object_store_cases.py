@@ -42,7 +42,7 @@ def save_and_die(
 
 
 def manage(environment: Mapping[str, str], root: str, steps: int) -> list[int]:
-    """Save steps with a manager that keeps two, restore the newest, return what is left."""
+    """Save steps with a manager that keeps two, restore the newest, return the remaining files."""
     os.environ.update(environment)
     mesh = client_cases.mesh_over_all({"x": 2})
     with dtckpt.CheckpointManager(root, keep=2) as manager:

@@ -312,7 +312,7 @@ def test_of_two_that_would_not_replace_one_is_committed(target):
     assert content(target) == "older"
 
 
-# --- what is left ------------------------------------------------------------------------------------
+# --- leftovers ---------------------------------------------------------------------------------------
 
 
 def test_only_what_is_old_is_dead(target, folder, clock):

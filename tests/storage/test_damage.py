@@ -1,4 +1,4 @@
-"""Damage to the bytes of a checkpoint: what is read is exactly what was saved, or an error."""
+"""Damage to the bytes of a checkpoint: a read gives exactly the saved values, or an error."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Object stores that refuse, put off, or never answer: what is tried again, and what the errors say."""
+"""Object stores that refuse, put off, or never answer: the requests that are tried again, and the texts of errors."""
 
 import itertools
 import os

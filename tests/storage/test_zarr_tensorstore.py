@@ -1,4 +1,4 @@
-"""`TensorStoreWriter`: what it holds in memory."""
+"""`TensorStoreWriter`: the memory that it holds."""
 
 import os
 from dataclasses import dataclass

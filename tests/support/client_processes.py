@@ -180,7 +180,7 @@ class Pool:
         return [answer for answer in answers if answer is not None]
 
     def values(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """As `run`, for cases that succeed on all clients; return what they return."""
+        """As `run`, for cases that succeed on all clients; return their results."""
         answers = self.run(case, *args, **kwargs)
         for client, answer in enumerate(answers):
             assert not answer.has_died, f"client {client} died"

@@ -48,7 +48,7 @@ def packed(whole: torch.Tensor, layout: Layout) -> DTensor:
 
 
 def differences(tensor: DTensor, whole: torch.Tensor) -> list[str]:
-    """Return what is wrong with a DTensor that should hold the elements of ``whole``."""
+    """Return the faults with a DTensor that should hold the elements of ``whole``."""
     if (tuple(tensor.shape), tensor.dtype) != (tuple(whole.shape), whole.dtype):
         return [f"got {tuple(tensor.shape)} {tensor.dtype}, expected {tuple(whole.shape)} {whole.dtype}"]
     found = []

@@ -53,7 +53,7 @@ class VersionChoice:
         announcer: Announces the boxes that were read, for later versions.
         relay: Keeps the version on this host, and serves it to further readers.
         registry: ``host:port`` of the publisher's registry; empty: the coordinator.
-        outcome: The result of a successful read: APPLIED, or FETCHED if the version is beside its target.
+        outcome: The result of a successful read: `APPLIED`, or `FETCHED` if the version is beside its target.
 
     Attributes:
         lease: The lease on the version that was chosen last.

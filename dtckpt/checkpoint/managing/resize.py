@@ -305,7 +305,7 @@ class Resize:
         """Move the state; return the clients that had it, and the result; None if memory lacks a part of the state.
 
         Collective: Over all clients of the new world; barriers ``resize/met``, ``resize/lent``, ``resize/moved``;
-        ``lend/begin over the clients that have a state; and as `dtckpt.restore`.
+        ``lend/begin`` over the clients that have a state; and as `dtckpt.restore`.
 
         Args:
             prepare: Called in the first round.

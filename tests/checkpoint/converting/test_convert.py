@@ -246,7 +246,7 @@ def test_tensors_that_cannot_be_tied(tmp_path):
     dtckpt.convert(tmp_path / "x.safetensors", tmp_path / "m.safetensors", tied={"c": "a"})
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------
+# --- refusals -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", sorted(set(DTYPES) - set(NAMES)))
@@ -391,7 +391,7 @@ def contents_of(path):
 
 
 def test_bytes_that_do_not_arrive_are_noticed(saved, tmp_path, monkeypatch):
-    """What is compared is what the file holds, and not what was meant for it."""
+    """The proof compares the content of the file, and not the values that were meant for it."""
     real = os.pwrite
 
     def lossy(descriptor, data, offset):
@@ -444,7 +444,7 @@ def test_a_conversion_that_is_killed(saved, tmp_path):
         if old is None:
             with pytest.raises(errors.CheckpointNotFoundError):
                 dtckpt.restore(target)
-    # The next one finds the way free, and removes what is left.
+    # The next conversion finds the way free, and removes the leftovers.
     dtckpt.convert(saved, target, to="safetensors", overwrite=True)
     assert holds_all(target)
     assert sorted(os.listdir(tmp_path)) == ["m", "saved"]

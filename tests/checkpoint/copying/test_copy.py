@@ -1,4 +1,5 @@
-"""Copies of checkpoints and roots: what is verified, what a call that was cut leaves, and what the next one keeps."""
+"""Copies of checkpoints and roots: verification, the files that an interrupted call leaves, and the files that the next
+call keeps."""
 
 import errno
 import os

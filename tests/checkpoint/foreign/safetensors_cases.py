@@ -28,7 +28,7 @@ def restore_and_save(source: str, target: str, axes: Mapping[str, int]) -> list[
 
 
 def restore_slices(source: str, specs: Mapping[str, Any], axes: Mapping[str, int]) -> tuple[list[str], int]:
-    """Restore tensors into layouts; return what is wrong, and the bytes that this client read."""
+    """Restore tensors into layouts; return the faults, and the bytes that this client read."""
     mesh = mesh_over_all(axes)
     reports: list[RestoreReport] = []
     options = RestoreOptions(report=reports.append)

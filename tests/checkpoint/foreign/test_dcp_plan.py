@@ -1,4 +1,4 @@
-"""Plans of distributed checkpoints: PyTorch flattens alike, and loads what they describe."""
+"""Plans of distributed checkpoints: PyTorch flattens alike, and loads the planned files."""
 
 from collections import Counter, OrderedDict, deque
 

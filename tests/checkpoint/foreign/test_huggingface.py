@@ -95,7 +95,7 @@ def test_a_trainer_numbers_its_parameters_and_a_note_says_so():
 
 
 def test_a_template_gives_moments_their_names(trainer):
-    """In the order of the optimizer's groups: what is decayed, and then biases and norms."""
+    """In the order of the optimizer's groups: decayed parameters, and then biases and norms."""
     restored = dtckpt.restore(trainer)
     named = sorted(content(HUGGINGFACE, "trainer")[1]["params"], key=lambda name: "norm" in name)
     (trainer / "template.json").write_text(json.dumps({name: list(restored["model"][name].shape) for name in named}))

@@ -1,4 +1,4 @@
-"""Distributed checkpoints of Megatron-Core: real ones of four versions, and what they say about themselves."""
+"""Distributed checkpoints of Megatron-Core: checkpoints of four versions, and their metadata."""
 
 import json
 import pickle

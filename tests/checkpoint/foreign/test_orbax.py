@@ -180,7 +180,7 @@ def test_several_processes(tmp_path):
     assert dtckpt.restore(root)["two"].tolist() == [0, 7, 1, 7]
 
 
-# --- what is missing or unknown ---------------------------------------------------------------------------------------
+# --- missing and unknown values ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture

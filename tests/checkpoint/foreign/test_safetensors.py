@@ -1,4 +1,5 @@
-"""Models in safetensors files are opened as they are: facts, regions, restores, damage, and what is no checkpoint."""
+"""Models in safetensors files are opened as they are: facts, regions, restores, damage, and files that are no
+checkpoint."""
 
 import json
 import os
@@ -282,7 +283,7 @@ def test_more_memory_than_the_file_has_bytes_is_not_taken(tmp_path):
         dtckpt.restore(tmp_path / "m.safetensors")
 
 
-# --- what is no checkpoint ----------------------------------------------------------------------------------------
+# --- files that are no checkpoint ---------------------------------------------------------------------------------
 
 
 def test_what_is_not_understood(tmp_path):

@@ -1,4 +1,5 @@
-"""Headers of safetensors files: what safetensors writes is read, and what it refuses, or is hostile, is refused."""
+"""Headers of safetensors files: dtckpt reads the headers that safetensors writes, and refuses hostile headers and
+headers that safetensors refuses."""
 
 import json
 

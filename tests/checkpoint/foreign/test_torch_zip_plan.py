@@ -1,4 +1,4 @@
-"""Plans of ``torch.save`` files: PyTorch, Python and this library read what they describe."""
+"""Plans of ``torch.save`` files: PyTorch, Python and this library read the planned files."""
 
 import io
 import zipfile

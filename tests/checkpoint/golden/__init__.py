@@ -1,4 +1,4 @@
-"""Checkpoints as released versions wrote them, and what is in them. Never write one of them anew.
+"""Checkpoints as released versions wrote them, and their content. Never write one of them anew.
 
 ``python -m tests.checkpoint.golden FOLDER`` writes a set for the current format: for a new format only, beside the old.
 """

@@ -1,4 +1,4 @@
-"""Comparisons name exactly what was changed, whatever layouts, chunks and formats the two checkpoints have."""
+"""Comparisons name exactly the changed tensors, whatever layouts, chunks and formats the two checkpoints have."""
 
 import os
 from contextlib import contextmanager

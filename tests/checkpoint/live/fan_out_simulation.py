@@ -77,7 +77,7 @@ class Simulation:
     def copies_of_source(self) -> float:
         return self.sent.get(PUBLISHER, 0) / self.num_pieces
 
-    # --- what hosts do ------------------------------------------------------------------------------------------------
+    # --- steps of a host ----------------------------------------------------------------------------------------------
 
     def begin(self, host: Host) -> None:
         host.choice = SourceChoice(self.now, self.random.random)

@@ -1,6 +1,6 @@
 """Random histories of jobs that publish and read: the clients' operations, and the times at which clients are killed.
 
-Each client writes what it sees to a file, a line at a time, so that the words of a killed client stay.
+Each client writes its observations to a file, a line at a time, so that the words of a killed client stay.
 """
 
 from __future__ import annotations
@@ -407,7 +407,7 @@ class History:
         self.answers.append((script, answers))
         return answers
 
-    # --- what was seen ------------------------------------------------------------------------------------------------
+    # --- observations -------------------------------------------------------------------------------------------------
 
     def lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
         for path in sorted(self.told.glob("*.diary")):

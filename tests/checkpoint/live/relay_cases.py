@@ -199,7 +199,7 @@ def publish_and_die(folder: Path, word: str) -> None:
 
 
 def read_again(folder: Path, host: str) -> tuple[int, list[list[str]], int, list[int]]:
-    """Serve two steps on, one after the other; return what the relay has in memory then, and after its end."""
+    """Serve two steps on, one after the other; return the relay's memory then, and after its end."""
     named(host)
     target, found = zeros(), []
     with Subscriber(FEED, target, serve=True, folder=folder / host) as subscriber:

@@ -139,7 +139,7 @@ def test_a_target_that_was_changed_in_secret(jobs, transport):
 
 
 def test_what_its_source_verified_is_verified_when_there_is_a_digest(jobs, transport):
-    """The first version had no digests of these boxes; what it left is digested once before it counts as unchanged."""
+    """The first version had no digests of these boxes; its bytes are digested once before they count as unchanged."""
     whole = weights(0)
     target = on_mesh(blank(whole), {"x": 3}, specs(whole, COLUMNS))
     with jobs.subscriber(target) as subscriber:
@@ -286,7 +286,7 @@ def test_casts(jobs, transport, in_place):
 
 
 def test_a_failure_amid_a_read(jobs, monkeypatch, transport):
-    """What was overwritten is not taken for what it was; what was verified need not be taken again."""
+    """Overwritten boxes do not count as unchanged; verified boxes need not be taken again."""
     first, second = weights(0), weights(1)
     target = on_mesh(blank(first), {"x": 2}, specs(first, ROWS))
     with jobs.subscriber(target) as subscriber:
@@ -306,7 +306,7 @@ def test_a_failure_amid_a_read(jobs, monkeypatch, transport):
 
 
 def test_memory_that_was_read_as_other_boxes_meanwhile(jobs, transport):
-    """What is known of a box ends when its memory is written as boxes of another mesh."""
+    """The known digest of a box ends when its memory is written as boxes of another mesh."""
     target = blank(weights(0))
     with jobs.subscriber(target) as subscriber:
         for step, (seed, devices) in enumerate([(0, 1), (1, 2), (0, 1)]):

@@ -67,7 +67,7 @@ def test_a_target_that_does_not_fit_is_refused_before_anything_is_written(jobs, 
 
 
 def test_copies_of_a_base_that_did_not_change_are_not_taken_by_any_client(jobs, tmp_path):
-    """Replicas are read once by all clients together. What they all hold, none reads."""
+    """Replicas are read once by all clients together. Boxes that all clients hold are read by no client."""
     steps, nbytes = [1, 2, 3], 512 * 640 * 4
     _, found = jobs((live_cases.publish_adapted, tmp_path, steps), (live_cases.read_adapted, tmp_path, steps))
     assert all(is_right for client in found for *_, is_right in client)
@@ -76,7 +76,7 @@ def test_copies_of_a_base_that_did_not_change_are_not_taken_by_any_client(jobs, 
 
 
 def test_clients_that_disagree_what_they_hold(jobs, tmp_path):
-    """After a failure only some of them know what they hold: each reads for itself. Then they agree again."""
+    """After a failure only some clients know which boxes they hold: each reads for itself. Then they agree again."""
     steps, nbytes = [1, 2, 3, 4], 512 * 640 * 4
     reader = functools.partial(live_cases.read_adapted, fails_at=2)
     _, found = jobs((live_cases.publish_adapted, tmp_path, steps), (reader, tmp_path, steps))

@@ -78,7 +78,7 @@ class PublisherProcess:
         self.process.stdin.flush()
 
     def end(self):
-        """Kill it, and return what it wrote to standard error."""
+        """Kill it, and return its standard error."""
         self.process.kill()
         return self.process.communicate()[1]
 

@@ -116,7 +116,7 @@ def move(root: Path, worlds: Sequence[Sequence[int]], *, saved: int | None = 1, 
     return told
 
 
-# --- what is moved ----------------------------------------------------------------------------------------------------
+# --- moved states -----------------------------------------------------------------------------------------------------
 
 
 def replicated_pairs(root: Path) -> Any:
@@ -302,7 +302,7 @@ def leader_moves(root: Path, tier: Path | None) -> Any:
 
 
 def failures(root: Path) -> Any:
-    """A client fails at different points of resizes; what it had is whole then, or is never lent again."""
+    """A client fails at different points of resizes; its state is whole then, or is never lent again."""
     process, told = Process(), list[Any]()
     manager = CheckpointManager(root, options=SAVES)
     process.join([0, 1, 2])
@@ -335,7 +335,7 @@ def failures(root: Path) -> Any:
 
 
 def wrong(root: Path) -> list[str]:
-    """What is refused, on all clients."""
+    """Refused arguments, on all clients."""
     process, told = Process(), []
     manager = CheckpointManager(root, options=SAVES)
     process.join([0, 1])

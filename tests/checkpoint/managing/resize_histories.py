@@ -50,7 +50,7 @@ def worlds_of(chance: random.Random) -> list[World]:
             killed = chance.choice(members)
             alive.remove(killed)
         worlds.append(World(tuple(members), steps, frozenset(saves), chance.random() < 0.4, killed))
-        # A process that leaves does so in good order: all others of its world have what it had, by a save.
+        # A process that leaves does so in good order: all others of its world have its state, by a save.
         stay = [each for each in members if each != killed]
         if killed is None and chance.random() < 0.3 and len(stay) > 1:
             stay.pop()

@@ -1,4 +1,4 @@
-"""Managers of checkpoints: when they save, what they keep, what they restore, and what a crash leaves."""
+"""Managers of checkpoints: when they save, the steps that they keep and restore, and the state after a crash."""
 
 import math
 import shutil
@@ -42,7 +42,7 @@ def flip_a_byte(folder):
     file.write_bytes(data)
 
 
-# --- what is kept ---
+# --- retention ------
 
 steps_of = st.sets(st.integers(0, 300), max_size=20)
 retentions = st.builds(

@@ -126,7 +126,7 @@ def test_a_second_time_back_and_to_what_was_abandoned(root):
 
 
 def test_a_smaller_step_without_a_restore(root):
-    """A new run in the root of an old one; what is left of the old one goes when the new one has passed it."""
+    """A new run in the root of an old one; the steps of the old run are removed when the new run has passed them."""
     run_at(root, saves=[10, 20, 30])
     run_at(root, saves=[1, 2, 3], keep=2)
     assert view(root) == ([2, 3], [10, 20, 30])

@@ -1,4 +1,4 @@
-"""TLS of the data: what is served by it is verified by its readers, and nothing else is taken for it."""
+"""TLS of the data: readers verify all bytes served by it, and take nothing else for it."""
 
 import os
 import socket

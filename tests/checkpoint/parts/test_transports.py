@@ -186,7 +186,7 @@ def test_threads(source):
 
 
 def test_a_source_that_has_gone(source):
-    """Nothing is written afterwards, and no client hangs. What is mapped on this host stays."""
+    """Nothing is written afterwards, and no client hangs. Parts that are mapped on this host stay."""
     into = np.zeros(COLUMN.shape, np.float32)
     source.transport.read(SAVE, 1, [source.box(COLUMN, into)])
     source.server.close()

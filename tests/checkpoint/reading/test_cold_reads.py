@@ -54,7 +54,7 @@ def readers(monkeypatch):
 
 @pytest.fixture
 def page_cache(monkeypatch):
-    """What the reader is told of the page cache. The kernel may keep pages that it was asked to forget."""
+    """The reader's view of the page cache. The kernel may keep pages that it was asked to forget."""
     state = SimpleNamespace(is_empty=False)
     monkeypatch.setattr(local_values.StoredValue, "is_cold", lambda *_: state.is_empty)
     return state

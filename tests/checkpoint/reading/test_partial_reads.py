@@ -1,4 +1,4 @@
-"""Reads of a part of a tensor take from storage what they need, and verify it."""
+"""Reads of a part of a tensor take only the needed blocks from storage, and verify them."""
 
 import shutil
 

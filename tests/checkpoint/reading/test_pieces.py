@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries as values: what they refuse, and that pieces which overlap are found."""
+"""Checkpoints of other libraries as values: their refusals, and overlapping pieces, which are found."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Windows: what fits, what is read for them, and how workers share them."""
+"""Windows: their size, their reads, and their division among workers."""
 
 import itertools
 import math

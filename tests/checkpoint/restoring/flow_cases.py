@@ -74,7 +74,7 @@ def save_flows(path: str) -> None:
 
 
 def restore_flows(path: str) -> list[str]:
-    """Restore into other values, a shorter history and a plain model; return what is wrong."""
+    """Restore into other values, a shorter history and a plain model; return the faults."""
     history, model, array = History(), model_of(1, is_wrapped=False), np.zeros((2, 3), np.uint16)
     target = {
         "values": OTHERS,

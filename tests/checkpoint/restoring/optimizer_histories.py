@@ -198,7 +198,7 @@ def differences(one: Any, other: Any, path: str = "") -> list[str]:
     return [] if type(one) is type(other) and one == other else [f"{path}: {one!r} is not {other!r}"]
 
 
-# --- what a restore must give ---
+# --- expected restores ----------
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class Oracle:
         return {**options, "novel": 7} if self.saved.extra else options
 
     def steady(self) -> set[str]:
-        """Return the parameters whose course goes on as before: their group has what they had."""
+        """Return the parameters whose course goes on as before: their group has their options and states."""
         if self.target.tree == "nothing" or self.saved.tree == "nothing":
             return set()
         of_group: dict[int, set[int | None]] = {}
@@ -308,7 +308,7 @@ class Oracle:
 
 
 def run(history: History, folder: Path) -> list[str]:
-    """Run a history in this process; return what is wrong."""
+    """Run a history in this process; return the faults."""
     first, *others = history.jobs()
     now, step = Run(first, salt=0), 0
     now.train(range(3))
@@ -341,7 +341,7 @@ def run(history: History, folder: Path) -> list[str]:
 
 
 def _restore(now: Run, target: Run, path: Path) -> list[str] | None:
-    """Restore a job into another one; return what is wrong, or None if there is rightly nothing to go on with."""
+    """Restore a job into another one; return the faults, or None if there is rightly nothing to go on with."""
     saved, own = now.snapshot(), target.snapshot()
     oracle = Oracle(now.job, saved, target.job, own)
     target.steady = oracle.steady()  # type: ignore[attr-defined]
@@ -418,7 +418,7 @@ def restore_stages(folder: str, seeds: Sequence[int]) -> list[tuple[str, Snapsho
 
 
 def wrong_in_stages(seed: int, answers: Sequence[tuple[str, Snapshot, Snapshot]]) -> list[str]:
-    """Return what is wrong in the answers of `restore_stages` of all clients for one history."""
+    """Return the faults in the answers of `restore_stages` of all clients for one history."""
     first, job = draw_stages(seed).jobs()
     whole = Run(first, salt=0)
     whole.train(range(3))

@@ -39,7 +39,7 @@ def restore(
     timeout_s: float = 20.0,
     sabotage: Callable[[], Any] | None = None,
 ) -> tuple[list[str], int]:
-    """Restore tensors whose elements follow from their names; return what is wrong, and the bytes that were read."""
+    """Restore tensors whose elements follow from their names; return the faults, and the bytes that were read."""
     mesh = mesh_over_all(axes, devices)
     wholes = {
         name: tensor_of(name, shape, stored).to(getattr(torch, dtype))

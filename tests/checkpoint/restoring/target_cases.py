@@ -123,7 +123,7 @@ def save_run(path: str, kind: str, optimizer: str) -> list[float]:
 
 
 def restore_run(path: str, kind: str, optimizer: str, form: str, *, is_meta: bool = False) -> tuple[list[str], Any]:
-    """Restore into a fresh run; return what is wrong with it, and the losses of two more steps."""
+    """Restore into a fresh run; return its faults, and the losses of two more steps."""
     model = model_on(kind, 1, is_meta=is_meta)
     fresh = optimizer_of(model, optimizer)
     parameters = list(model.parameters())
@@ -141,7 +141,7 @@ def restore_run(path: str, kind: str, optimizer: str, form: str, *, is_meta: boo
 
 
 def faults_of_state(optimizer: torch.optim.Optimizer) -> Iterator[str]:
-    """Yield what is not laid out as its parameter."""
+    """Yield the states that are not laid out as their parameter."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -175,7 +175,7 @@ def contents_of(path: str, kind: str, optimizer: str, *, is_meta: bool = False) 
 
 
 def faults_of_assigned(path: str) -> list[str]:
-    """Return what is wrong with a model on the meta device that gets its state by ``assign``."""
+    """Return the faults with a model on the meta device that gets its state by ``assign``."""
     model = model_on("fsdp2", 1, is_meta=True)
     mesh = model.first.weight.device_mesh
     state = dtckpt.restore(path, mesh=mesh)["run"]["model"]
@@ -193,7 +193,7 @@ def faults_of_assigned(path: str) -> list[str]:
 
 
 def faults_of_torch_layouts(path: str) -> list[str]:
-    """Return what is wrong with tensors that are restored by placements and layouts, ours and PyTorch's."""
+    """Return the faults with tensors that are restored by placements and layouts, ours and PyTorch's."""
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tensors = {name: torch.arange(35.0).reshape(5, 7) for name in "abcd"}
     dtckpt.save(path, tensors)

@@ -165,7 +165,7 @@ def noted_rounds() -> Iterator[list[str]]:
 
 
 def restore_stage(path: str, layers: int, axes: Mapping[str, int], step: int) -> list[str]:
-    """Restore this client's stage of a model; return what is wrong."""
+    """Restore this client's stage of a model; return the faults."""
     target = {**stage_state(layers, axes), "step": -1}
     fill(target, 0.0)
     # Without a mesh nothing tells which other clients restore.
@@ -191,7 +191,7 @@ def save_raw_states(path: str, axes: Mapping[str, int]) -> None:
 
 
 def restore_raw_states(path: str, axes: Mapping[str, int]) -> list[str]:
-    """Restore the states into a fresh optimizer, and make a step; return what is wrong."""
+    """Restore the states into a fresh optimizer, and make a step; return the faults."""
     tree, optimizer = raw_states(axes, with_state=False)
     fill(tree, 0.0)
     dtckpt.restore(path, tree, options=RestoreOptions(timeout_s=20))
@@ -283,7 +283,7 @@ def save_through_a_fault(path: str, fault: str) -> list[tuple[str, str]]:
 
 
 def save_in_groups(folder: str) -> list[str]:
-    """Save in two groups at one time, twice, in between together; return what is wrong in this group's checkpoint."""
+    """Save in two groups at one time, twice, in between together; return the faults in this group's checkpoint."""
     client = dtckpt.client_id()
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "group"))["pair"]
@@ -302,7 +302,7 @@ def save_in_groups(folder: str) -> list[str]:
 
 
 def manage_stages(root: str) -> list[str]:
-    """Save a pipeline of plain tensors by a manager, and restore it by another one; return what is wrong."""
+    """Save a pipeline of plain tensors by a manager, and restore it by another one; return the faults."""
     client = dtckpt.client_id()
     state = {f"layer{client}": {"w": torch.zeros(3)}, "common": torch.zeros(2)}
     fill(state)
@@ -354,7 +354,7 @@ def save_slices(path: str) -> list[list[str]]:
 
 
 def restore_slices(path: str, axes: Mapping[str, int]) -> list[str]:
-    """Restore into slices of another mesh; return what is wrong."""
+    """Restore into slices of another mesh; return the faults."""
     target = slices_tree(axes, filled=False)
     dtckpt.restore(path, target, options=RestoreOptions(timeout_s=20))
     return wrong_in(target)
@@ -381,7 +381,7 @@ def save_families(path: str) -> list[list[str]]:
 
 
 def restore_families(path: str, families: Sequence[Sequence[int]]) -> list[str]:
-    """Restore into PyTorch's DTensors on meshes of which each client knows its own only; return what is wrong.
+    """Restore into PyTorch's DTensors on meshes of which each client knows its own only; return the faults.
 
     Args:
         path: What `save_families` has saved.

@@ -29,7 +29,7 @@ class Net(torch.nn.Module):
         self.layer = torch.nn.Linear(3, 2)
 
 
-# --- what is saved ---
+# --- saved values ----
 
 
 def test_saved_is_what_the_attributes_are(tmp_path):
@@ -84,7 +84,7 @@ def test_write_and_read_do_not_count(tmp_path):
     assert differences(checkpoint.v, WHOLE) == []
 
 
-# --- what is restored, and what the status says ---
+# --- restored values, and the status --------------
 
 
 def test_what_was_bound_anew_before_a_restore_is_restored(tmp_path):

@@ -117,7 +117,7 @@ def test_longer_files_are_sound(pool, saved):
 
 
 def test_the_next_saves_after_damage(pool, saved):
-    """What is damaged is no hindrance to the steps that follow."""
+    """A damaged step does not hinder the steps after it."""
     for file in parts_of(saved[1] / "host0", 3, "voted"):
         replace_by_folder(file)
     assert restored(pool, saved)[0]["step"] == 3

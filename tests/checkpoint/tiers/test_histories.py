@@ -1,6 +1,6 @@
 """Random histories of jobs whose hosts are real directories and whose clients are real processes.
 
-What is restored is exactly one save that was voted complete: the newest that could be put together.
+Each restore gives exactly one save that was voted complete: the newest with all parts.
 """
 
 import random

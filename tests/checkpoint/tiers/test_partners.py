@@ -217,7 +217,7 @@ def test_a_copy_that_comes_after_its_run_was_abandoned_protects_nothing():
 
 
 class SparingPeer(Peer):
-    """A host that notes what it gets; it may have lost the part before."""
+    """A host that notes the copies it gets; it may have lost the part before."""
 
     def __init__(self, host):
         super().__init__("127.0.0.1:1", host, "", 1.0)

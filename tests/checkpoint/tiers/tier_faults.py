@@ -253,7 +253,7 @@ def save_with_partner(
         root: The root.
         folder: The tiers.
         hosts: By client, its host.
-        fault: What the server does with copies.
+        fault: The server's reaction to copies.
         troubled: The steps that are saved meanwhile, of steps 1 to 6.
         own: Whether this client has that server: its name, else empty.
     """

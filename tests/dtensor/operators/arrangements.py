@@ -46,7 +46,7 @@ class Placed:
     """DTensors on devices that all belong to this process.
 
     Args:
-        name: What it is called in reports.
+        name: Name in reports.
         axes: Axes of the mesh and their sizes.
         cycle: Placements of the arguments, one after the other and again from the start.
     """

@@ -26,7 +26,7 @@ def numbers(*shape: int) -> torch.Tensor:
 
 @contextmanager
 def counting() -> Iterator[list[object]]:
-    """Collect what is communicated; unlike `CommDebugMode` this does not import the compiler."""
+    """Collect the communication; unlike `CommDebugMode` this does not import the compiler."""
     seen: list[object] = []
     with observers.observed_by(seen.append):
         yield seen

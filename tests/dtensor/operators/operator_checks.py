@@ -129,7 +129,7 @@ def replicated_operators() -> set[str]:
 
 @contextlib.contextmanager
 def record_redistributions() -> Iterator[list[tuple[int, tuple[Placement, ...], tuple[Placement, ...]]]]:
-    """Collect what is redistributed in a context: number of elements, from where, to where."""
+    """Collect the redistributions in a context: number of elements, from where, to where."""
     found = []
     move = redistribute.redistribute_all
 

@@ -143,7 +143,7 @@ def run_in_place(form: Form, sample: Sample, arrangement: Arrangement, given: An
 
 
 def run_out(form: Form, sample: Sample, arrangement: Arrangement, given: Any) -> Any:
-    """``given`` is the tree of results; what is written into has other values."""
+    """``given`` is the tree of results; tensors that are written to have other values."""
     first, args, kwargs = sample.with_tensors(arrangement.distribute)
     leaves, spec = tree_flatten(given)
     outs = spec.unflatten([arrangement.distribute(torch.ones_like(leaf), place) for place, leaf in enumerate(leaves)])

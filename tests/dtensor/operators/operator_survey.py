@@ -147,7 +147,7 @@ def main() -> None:
         options.json.write_text(json.dumps([dataclasses.asdict(report) for report in reports], indent=1))
 
 
-# --- what is printed ----------------------------------------------------------------------------------------------
+# --- printed tables -----------------------------------------------------------------------------------------------
 
 
 def lines_of(report: Report) -> Iterator[str]:

@@ -63,7 +63,7 @@ class Arrangement:
     """How the tensors of a call lie.
 
     Args:
-        name: What it is called in reports.
+        name: Name in reports.
         second: What the second axis does to a pending tensor; None on a mesh of one axis. The first axis waits for the
             reduction of the case.
         other: What the last axis does to the other tensors.
@@ -214,7 +214,7 @@ def is_taken(
         function: Takes the arguments.
         arguments: A tree of them.
         dtype: Of the pending tensors.
-        reduce_op: What they wait for.
+        reduce_op: The pending reduction of the tensors.
         arrangement: How the tensors lie.
         replaced: Tensors of this dtype become tensors of ``dtype``; others stay as they are.
         seed: Of the terms.

@@ -31,7 +31,7 @@ def matrices() -> list[torch.Tensor]:
 def assert_as_plain(
     program: Program, *, requires_grad: bool = False, versions: bool = False, places: Places = PLACES
 ) -> None:
-    """Run a program of two matrices on plain tensors and on DTensors, and compare what it returns or raises.
+    """Run a program of two matrices on plain tensors and on DTensors, and compare its results or errors.
 
     Args:
         program: Returns tensors and other values, in lists, tuples and dicts.

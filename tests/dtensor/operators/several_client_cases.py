@@ -115,7 +115,7 @@ def infinities() -> Iterator[Call]:
 
 
 def faults_of_calls() -> list[str]:
-    """Return what is wrong, in all clients' order of the calls."""
+    """Return the faults, in all clients' order of the calls."""
     groups = (sorts(), batch_norms(), einsums(), before_autograd(), infinities(), chunked_losses())
     return [fault for group in groups for call in group for fault in faults_of(call)]
 

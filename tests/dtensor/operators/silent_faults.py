@@ -31,7 +31,7 @@ class Call:
     """A call, its arguments, and where they lie.
 
     Args:
-        name: What it is called in reports.
+        name: Name in reports.
         function: Takes the tensors.
         tensors: Plain tensors; gradients of floating-point tensors are compared if ``has_gradient``.
         placements: Of each tensor, on a mesh of one axis.
@@ -388,7 +388,7 @@ GROUPS: dict[str, Callable[[], list[Call]]] = {
 
 
 def faults_of_group(name: str) -> list[str]:
-    """Return what is wrong in a group of calls, in all clients' order of the calls."""
+    """Return the faults in a group of calls, in all clients' order of the calls."""
     found = []
     for call in GROUPS[name]():
         try:

@@ -27,7 +27,7 @@ def strides_on_clients() -> dict[str, Any]:
 
 
 def writes_through_views_on_clients() -> list[str]:
-    """Write through views, of which some clients hold copies and others memory of the source; return what is wrong."""
+    """Write through views, of which some clients hold copies and others memory of the source; return the faults."""
     wrong = []
     views = {
         "bits": lambda x: x.view(torch.int32),

@@ -189,7 +189,7 @@ def _(x):
 
 @pytest.fixture
 def registering():
-    """Returns `register_sharding`; what it does is undone."""
+    """Return `register_sharding`; its registrations are undone."""
     before = dict(registry.PLANNERS)
     yield register_sharding
     registry.PLANNERS.clear()

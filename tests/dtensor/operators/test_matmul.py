@@ -1,4 +1,4 @@
-"""Products of matrices, and what is added to them."""
+"""Products of matrices, and terms added to them."""
 
 import pytest
 import torch

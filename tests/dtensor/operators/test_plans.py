@@ -1,4 +1,4 @@
-"""What plans do beside rules: memory that is shared, axes of one device, routes that are counted, what is kept."""
+"""Plans beside rules: shared memory, axes of one device, counted routes, kept plans."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Random programs give with DTensors what they give with plain tensors: values, metadata, aliases, gradients, errors.
+"""Random programs give the same with DTensors as with plain tensors: values, metadata, aliases, gradients, errors.
 
 A failure is shown as a small script. Its seed replays it: ``DTCKPT_PROGRAM_SEED=<seed>``, with
 ``DTCKPT_PROGRAM_CLIENTS=<n>`` if it was on several clients.

@@ -65,7 +65,7 @@ WRITES = [
 
 @pytest.mark.parametrize("write", WRITES)
 def test_index_writes(write):
-    """The graph of what was written gives the gradients of both tensors."""
+    """The graph of the written tensor gives the gradients of both tensors."""
 
     def program(x, v):
         y = x * 1

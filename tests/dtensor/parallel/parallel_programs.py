@@ -1,6 +1,6 @@
 """Programs written for `torch.distributed.tensor.parallel`; each runs with that, and with `dtckpt.dtensor.parallel`.
 
-A program takes the module that it would import tensors from, runs on 2 clients, and returns what it has seen as plain
+A program takes the module that it would import tensors from, runs on 2 clients, and returns its observations as plain
 values: mostly how many collectives ran, forward and backward, and whether values and gradients are as on one device.
 """
 

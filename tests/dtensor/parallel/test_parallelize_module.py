@@ -1,4 +1,4 @@
-"""`parallelize_module`: which modules a plan names, on which mesh, and what it refuses."""
+"""`parallelize_module`: the modules that a plan names, their mesh, and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESH = abstract_mesh({"tp": 4})
 
 
 class Marked(ParallelStyle):
-    """Notes the modules that it is applied to, and what it was given."""
+    """Notes the modules that it is applied to, and its arguments."""
 
     def __init__(self):
         self.seen = []

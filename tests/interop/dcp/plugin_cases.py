@@ -70,7 +70,7 @@ def save(path: str, axes: Mapping[str, int], by: str = "dcp", **options: Any) ->
 
 
 def load(path: str, axes: Mapping[str, int], by: str = "dcp") -> list[str]:
-    """Return the names of what was not loaded as it was saved."""
+    """Return the names of values that were not loaded as saved."""
     state: dict[str, Any] = state_on(axes)
     fill(state, -1.0)
     state |= {"step": 0, "betas": None, "note": "", "groups": [{"lr": 0.0, "names": []}], "none": 1}
@@ -132,7 +132,7 @@ class Refusing(dcp.DefaultSavePlanner):
 
 
 def save_after_failures(path: str) -> list[Any]:
-    """Save; fail on each rank; save again with the same writer. Return what was seen in between."""
+    """Save; fail on each rank; save again with the same writer. Return the observations in between."""
     seen: list[Any] = []
     writer = DtckptStorageWriter(path)
     quietly(dcp.save, plain_state(1.0), storage_writer=writer)
@@ -234,7 +234,7 @@ def save_alone(path: str) -> list[float]:
 
 
 def load_sharded_tensors(path: str) -> list[str]:
-    """Save PyTorch's ShardedTensors of 2 ranks, load them otherwise divided, and whole; return what is wrong."""
+    """Save PyTorch's ShardedTensors of 2 ranks, load them otherwise divided, and whole; return the faults."""
     whole = torch.arange(30.0).view(10, 3)
     specs = [
         ChunkShardingSpec(dim=0, placements=["rank:0", "rank:1", "rank:1", "rank:0"]),

@@ -1,4 +1,4 @@
-"""Untrusted manifests and other documents: what they claim is checked before memory is taken for it."""
+"""Untrusted manifests and other documents: their claims are checked before memory is taken for them."""
 
 import json
 import os

@@ -18,7 +18,7 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 STEPS, EXACT = (frozenset(_TABLES.pop(name).split()) for name in ("steps", "exact"))
 """Names of pointwise operators with steps, and of exact pointwise operators."""
 COPIES = _TABLES.pop("copies").split()
-"""What is done to a part of a tensor."""
+"""The operation on a part of a tensor."""
 KINDS = dict.fromkeys(["gcd", "lcm"], "i") | dict.fromkeys(["imag", "real"], "c")
 """Kinds of dtypes of some pointwise operators; others take any."""
 _BINARY = "add", "sub", "mul", "maximum", "minimum", "clamp_max", "clamp_min"

@@ -172,7 +172,7 @@ class Program:
         Args:
             mesh: A mesh of these axes.
             raising: Positions of statements that raise.
-            variable: What is printed.
+            variable: The printed text.
         """
         body = [line for each in self.inputs for line in _lines_of(each, mesh)]
         for position, statement in enumerate(self.statements):

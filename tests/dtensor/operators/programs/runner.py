@@ -85,7 +85,7 @@ class Difference:
         kind: What differs: ``values``, ``stride``, ``raises``, ...
         position: The statement after which it was seen; the number of statements for the end of the program.
         variable: Whose it is; empty for errors.
-        text: What was expected, and what was found.
+        text: The expected and the found value.
     """
 
     kind: str
@@ -104,7 +104,7 @@ def namespace() -> Namespace:
 
 
 def execute(source: str, variables: Namespace) -> Exception | None:
-    """Run a statement; return what it raises."""
+    """Run a statement; return its error."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -277,7 +277,7 @@ def _wrong_values(program: Program, plain: Namespace, ours: Namespace, position:
 
 
 def _wrong_elements(ours: torch.Tensor, plain: torch.Tensor, tolerance: float) -> str:
-    """Return what is wrong; components are looked at as they are, and only terms are reduced first."""
+    """Return the faults; components are looked at as they are, and only terms are reduced first."""
     if not isinstance(ours, DTensor) or ours.layout.partial:
         whole = ours.detach().full_tensor() if isinstance(ours, DTensor) else ours
         is_right = are_equal(whole, plain, tolerance)

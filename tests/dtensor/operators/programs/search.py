@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m dtensor.operators.programs.search --count 2000 --clients 2
 
-Failures are shrunk and grouped by kind and statement. ``--seed 7`` prints one program and what is wrong with it.
+Failures are shrunk and grouped by kind and statement. ``--seed 7`` prints one program and its faults.
 """
 
 from __future__ import annotations
