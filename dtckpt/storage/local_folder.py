@@ -64,6 +64,15 @@ _COPY_NBYTES = 64 << 20
 logger = logging.getLogger("dtckpt.storage")
 
 
+FileIdentity = tuple[int, int, int]
+"""Device, inode, and time of the last write. A file system gives the inode of a removed file to the next new file."""
+
+
+def file_identity(status: os.stat_result) -> FileIdentity:
+    """Return what tells a file from all others, and all its names (hard links) have in common."""
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
 class LocalFolder(Folder):
     """A directory.
 
@@ -211,6 +220,11 @@ class LocalFolder(Folder):
         with self._entry(name) as (folder, last):
             status = os.lstat(last, dir_fd=folder)
             return status.st_dev, status.st_ino
+
+    def identity(self, name: str) -> FileIdentity:
+        """Return the identity of a file, whatever takes its name later."""
+        with self._entry(name) as (folder, last):
+            return file_identity(os.lstat(last, dir_fd=folder))
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
         """Yield name and status of each regular file below this directory; links are passed over, not followed.
