@@ -64,6 +64,15 @@ _COPY_NBYTES = 64 << 20
 logger = logging.getLogger("dtckpt.storage")
 
 
+FileIdentity = tuple[int, int, int]
+"""Device, inode, and time of the last write. A file system gives the inode of a removed file to the next new file."""
+
+
+def file_identity(status: os.stat_result) -> FileIdentity:
+    """Return what tells a file from all others, and all its names (hard links) have in common."""
+    return status.st_dev, status.st_ino, status.st_mtime_ns
+
+
 class LocalFolder(Folder):
     """A directory.
 
@@ -113,16 +122,23 @@ class LocalFolder(Folder):
         return held
 
     @contextmanager
-    def _opened(self, below: Sequence[str] = ()) -> Iterator[int]:
+    def _opened(self, below: Sequence[str] = (), *, is_made: bool = False) -> Iterator[int]:
         """Open the directory, or one below it; yield the descriptor.
+
+        Args:
+            below: Names of directories from this one on.
+            is_made: Whether to make those of them that are missing.
 
         Raises:
             NotADirectoryError: A name below the base refers to a link, or to another entry that is no directory.
         """
         descriptor = os.open(self._base, _FOLDER)
         try:
-            for name in (*self._below, *below):
+            for depth, name in enumerate((*self._below, *below)):
                 try:
+                    if is_made and depth >= len(self._below):
+                        with suppress(FileExistsError):
+                            os.mkdir(name, dir_fd=descriptor)
                     inner = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=descriptor)
                 except OSError as error:
                     if error.errno in (errno.ENOTDIR, errno.ELOOP):
@@ -225,6 +241,11 @@ class LocalFolder(Folder):
         with self._entry(name) as (folder, last):
             status = os.lstat(last, dir_fd=folder)
             return status.st_dev, status.st_ino
+
+    def identity(self, name: str) -> FileIdentity:
+        """Return the identity of a file, whatever takes its name later."""
+        with self._entry(name) as (folder, last):
+            return file_identity(os.lstat(last, dir_fd=folder))
 
     def walk(self) -> Iterator[tuple[str, os.stat_result]]:
         """Yield name and status of each regular file below this directory; links are passed over, not followed.
@@ -372,23 +393,12 @@ class LocalFolder(Folder):
         refusal: OSError | None = None
         for below, names in groupby(sorted(sizes), lambda name: name.rpartition("/")[0]):
             inner = below.split("/") if below else []
-            self._make_below(inner)
-            with source._opened(inner) as old, self._opened(inner) as new:
+            with source._opened(inner) as old, self._opened(inner, is_made=True) as new:
                 for name in names:
                     refusal = _share_file(name.rpartition("/")[2], sizes[name], old, new) or refusal
         if refusal is not None:
             _tell_copies(os.strerror(refusal.errno or 0), Path(str(source)).parent, self._base)
         return True
-
-    def _make_below(self, below: Sequence[str]) -> None:
-        """Make a directory below, and all between, where they are missing."""
-        try:
-            with self._opened(below):
-                return
-        except FileNotFoundError:
-            pass
-        for depth in range(len(below)):
-            (self / "/".join(below[: depth + 1])).make()
 
     def open_lock(self, name: str, *, to_write: bool) -> int:
         """Open a file whose record locks tell processes apart; return its descriptor. Does not wait.

@@ -18,7 +18,7 @@ from typing import Protocol
 from dtckpt.format.digest import bytes_digest
 from dtckpt.storage.failures import MalformedError
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.local_folder import LocalFolder, is_draft
+from dtckpt.storage.local_folder import FileIdentity, LocalFolder, file_identity, is_draft
 
 WRITE_NBYTES = 256 << 10
 """Bytes of one write to a local file."""
@@ -33,13 +33,13 @@ class WholeFile:
     Args:
         name: Its name below the folder.
         nbytes: Its size; None where storage does not tell.
-        inode: Device and inode of a local file.
+        identity: Of a local file: its inode and the time of its last write.
         num_names: The names that a local file has; more than one are hard links.
     """
 
     name: str
     nbytes: int | None = None
-    inode: tuple[int, int] | None = None
+    identity: FileIdentity | None = None
     num_names: int = 1
 
 
@@ -52,7 +52,7 @@ def list_files(folder: Folder, *, has_drafts: bool = False) -> dict[str, WholeFi
     """
     if isinstance(folder, LocalFolder):
         return {
-            name: WholeFile(name, status.st_size, (status.st_dev, status.st_ino), status.st_nlink)
+            name: WholeFile(name, status.st_size, file_identity(status), status.st_nlink)
             for name, status in folder.walk()
             if has_drafts or not is_draft(name)
         }

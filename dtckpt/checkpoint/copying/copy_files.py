@@ -38,7 +38,7 @@ from dtckpt.storage.commit_by_decision import MARKER_NAMES
 from dtckpt.storage.commit_target import CommitTarget
 from dtckpt.storage.failures import MalformedError, translate_errors
 from dtckpt.storage.folder import Folder
-from dtckpt.storage.local_folder import LocalFolder
+from dtckpt.storage.local_folder import FileIdentity, LocalFolder
 from dtckpt.storage.location import Location
 from dtckpt.storage.whole_files import (
     RateLimit,
@@ -98,12 +98,12 @@ class LinkedCopy:
     Args:
         folder: The folder of the copy.
         name: The copy's name there.
-        inode: The copy's inode, if this process has verified the copy; else None.
+        identity: The copy's identity, if this process has verified the copy; else None.
     """
 
     folder: LocalFolder
     name: str
-    inode: tuple[int, int] | None
+    identity: FileIdentity | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +114,14 @@ class CopyOptions:
         overwrite: Replace another checkpoint at the target, once the copy is durable.
         threads: Files that are copied at one time.
         limit: Bounds the bytes per second.
-        links: Copies by the inode of their source, so that hard links stay hard links; None: every file is copied.
+        links: Copies by the identity of their source, so that hard links stay hard links; None: every file is copied.
         progress: See `CopyProgress`.
     """
 
     overwrite: bool = False
     threads: int = NUM_THREADS
     limit: RateLimit = field(default_factory=lambda: RateLimit(None))
-    links: dict[tuple[int, int], LinkedCopy] | None = None
+    links: dict[FileIdentity, LinkedCopy] | None = None
     progress: CopyProgress = lambda _name, _nbytes: None
 
 
@@ -372,18 +372,18 @@ class _CheckpointCopy:
     def _is_linked(self, folder: LocalFolder, plan: ChunkPlaces, file: WholeFile) -> bool:
         """Whether the file became a link to the copy of another name of the same file."""
         links = self._options.links
-        if links is None or file.inode is None or (copy := links.get(file.inode)) is None:
+        if links is None or file.identity is None or (copy := links.get(file.identity)) is None:
             return False
         try:
             folder.link(file.name, copy.folder, copy.name)
-            inode = folder.inode(file.name)
+            identity = folder.identity(file.name)
         except OSError as error:  # another file system; or the other copy was removed
             logger.warning("%s/%s is copied, not linked: %s", folder, file.name, error)
             return False
         # Only now, under a name that no other process changes: the other copy may be replaced at any time.
-        if inode != copy.inode and not self._is_kept(folder, plan, file):
+        if identity != copy.identity and not self._is_kept(folder, plan, file):
             return False
-        links[file.inode] = replace(copy, inode=inode)
+        links[file.identity] = replace(copy, identity=identity)
         return True
 
     def _note_links(self, files: Mapping[str, WholeFile], *, is_verified: bool) -> None:
@@ -393,8 +393,8 @@ class _CheckpointCopy:
             return
         folder = LocalFolder(folder.path.parent, folder.path.name)  # which follows no link in the step's place
         for name, file in files.items():
-            if file.inode is not None and file.num_names > 1 and file.inode not in links:
-                links[file.inode] = LinkedCopy(folder, name, folder.inode(name) if is_verified else None)
+            if file.identity is not None and file.num_names > 1 and file.identity not in links:
+                links[file.identity] = LinkedCopy(folder, name, folder.identity(name) if is_verified else None)
 
 
 @contextmanager

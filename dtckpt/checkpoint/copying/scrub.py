@@ -310,7 +310,7 @@ class _ScrubRun:
                 if not isinstance(found, LocalFolder):
                     continue
                 for each in list_files(found).values():
-                    if each.inode == old.inode:
+                    if each.identity == old.identity:
                         found.link(each.name, folder, name)
 
     # --- the state ------------------------------------------------------------------------------------------------

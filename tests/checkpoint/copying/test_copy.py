@@ -288,6 +288,31 @@ def test_a_damaged_copy_is_not_linked_to(tmp_path):
     assert is_equal(step_folder(tmp_path / "run", 2), step_folder(tmp_path / "d", 2))
 
 
+def test_another_file_that_has_the_inode_now(tmp_path):
+    """A job removes steps and saves others while they are copied, and file systems use inodes again."""
+    run, copies = save_steps(tmp_path / "run", [1], "zarr"), tmp_path / "copies"
+    save_steps(tmp_path / "other", [7], "zarr")
+    first, second = step_folder(run, 1), step_folder(run, 2)
+    link_copy(first, second)
+    name = max(files_in(first), key=lambda file: file.stat().st_size).relative_to(first)
+    inode, replaced = (first / name).stat().st_ino, []
+
+    def replace(_):
+        if not replaced:
+            replaced.append(True)
+            (tmp_path / "again").hardlink_to(first / name)
+            shutil.rmtree(first)
+            shutil.rmtree(second)
+            step_folder(tmp_path / "other", 7).rename(second)
+            (tmp_path / "again").write_bytes((second / name).read_bytes())
+            (tmp_path / "again").replace(second / name)
+            assert (second / name).stat().st_ino == inode
+
+    dtckpt.copy(run, copies, keep_links=True, copied=replace)
+    assert is_step(step_folder(copies, 1), 1)
+    assert is_step(step_folder(copies, 2), 7)
+
+
 def test_links_of_a_prepared_root_lead_nowhere(tmp_path):
     save_steps(tmp_path / "run", [1])
     (tmp_path / "secret").write_text("secret")

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from support import forkserver
 from support.states import packed
 
 import dtckpt
 from checkpoint.client_cases import mesh_over_all
-from dtckpt import CheckpointManager, Layout, SaveOptions
-from dtckpt.checkpoint.saving import save as save_module
+from dtckpt import Layout, SaveOptions
 from dtckpt.checkpoint.saving.reuse import Reuse
 from dtckpt.checkpoint.saving.write import ClientWriter
 from dtckpt.errors import CheckpointCorruptError, CheckpointError
@@ -81,44 +75,6 @@ def save_with_other_base(root: str, kvstore: str, how: str) -> int:
 
 def _refuse(*_: Any) -> None:
     raise CheckpointError("storage refused")
-
-
-POINTS = ("find_reuse", "write", "_commit", "share")
-
-
-def kill_a_save(root: Path, step: int, tree: dict[str, Any], options: SaveOptions, at: float) -> None:
-    """Save a step in a child process that is killed somewhere; ``at`` says where, from 0 to 1."""
-    arrays = {name: leaf.numpy() for name, leaf in tree.items()}
-    child = forkserver.start(_save_and_die, str(root), step, arrays, options, at)
-    child.join(60)
-    assert child.exitcode == -signal.SIGKILL, child.exitcode
-
-
-def _save_and_die(root: str, step: int, arrays: dict[str, Any], options: SaveOptions, at: float) -> None:
-    tree = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    point = POINTS[int(at * len(POINTS)) % len(POINTS)]
-
-    def die(*_: Any, **__: Any) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if point == "find_reuse":
-        save_module.find_reuse = die  # type: ignore[assignment]
-    elif point == "share":
-        # In the middle: some files are shared.
-        real = Reuse.share
-
-        def share(self: Reuse, base: Any, folder: Any) -> None:
-            real(self, base, folder)
-            die()
-
-        Reuse.share = share  # type: ignore[method-assign]
-    elif point == "write":
-        threading.Timer((at * 40) % 1 * 0.05, die).start()
-    else:
-        save_module.BegunSave._commit = die  # type: ignore[method-assign]
-    with CheckpointManager(root, options=options, reuse=True, is_async=False) as manager:
-        manager.save(step, tree)
-    die()
 
 
 def lie(root: str, kvstore: str) -> str:

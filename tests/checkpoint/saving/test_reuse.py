@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorstore
 import torch
-from support.shares import SEED, amount
+from support.shares import SEED
 from support.states import bits_of, packed
 
 import dtckpt
@@ -639,85 +639,74 @@ def shown(root, capsys):
     assert "reused      4.0 MiB of step_00000000" in out, out
 
 
-class History:
-    """Random operations on a root, and the states that its steps must have.
-
-    Args:
-        root: The root.
-        draw: The random choices.
-    """
-
-    def __init__(self, root, draw):
-        self.root, self.draw = root, draw
-        self.options = SaveOptions(
-            kvstore=draw.choice(KINDS), chunk_nbytes=draw.choice((16 << 10, 1 << 20)), fsync=False
-        )
-        self.tensors = {
-            f"t{number}": noise(draw.randrange(1 << 30), 40, 64 * draw.choice((1, 8))) for number in range(6)
-        }
-        self.states, self.damaged, self.step = {}, set(), 0
-
-    def save(self):
-        for name in self.draw.sample(sorted(self.tensors), self.draw.randrange(4)):
-            self.tensors[name] = self.tensors[name].clone()
-            self.tensors[name][self.draw.randrange(30)] += 1
-        if self.draw.random() < 0.2:
-            self.tensors[f"t{self.draw.randrange(9)}"] = noise(self.draw.randrange(1 << 30), 30, 64)
-        self.step += 1
-        with CheckpointManager(
-            self.root, options=self.options, reuse=True, is_async=self.draw.random() < 0.5
-        ) as manager:
-            manager.save(self.step, dict(self.tensors))
-        self.states[self.step] = {**self.tensors}
-
-    def kill(self):
-        """A child that saves, and is killed somewhere."""
-        reuse_cases.kill_a_save(self.root, self.step + 1, dict(self.tensors), self.options, self.draw.random())
-        self.step += 1
-        if (self.root / f"step_{self.step:08d}").exists():
-            self.states[self.step] = {**self.tensors}
-
-    def gc(self):
-        assert main(["gc", str(self.root), "--keep", "3", "--min-age", "0", "--yes"]) in (0, 4)
-
-    def remove(self):
-        if len(folders := self.folders()) > 1:
-            shutil.rmtree(self.draw.choice(folders))
-
-    def folders(self):
-        return sorted(self.root.glob("step_*"))
-
-    def damage(self):
-        """A bit of a data file flips; all checkpoints that share the file are damaged."""
-        folder = self.draw.choice(self.folders())
-        files = sorted(file for file in folder.rglob("*") if file.is_file() and file.stat().st_size > 2000)
-        if files:
-            file = self.draw.choice(files)
-            data = bytearray(file.read_bytes())
-            data[self.draw.randrange(len(data))] ^= 1 << self.draw.randrange(8)
-            with open(file, "r+b") as opened:
-                opened.write(data)
-            self.damaged.add(file.stat().st_ino)
-
-    def check(self):
-        """Every listed step is whole and right, or shares a damaged file."""
-        for step in CheckpointManager(self.root).all_steps():
-            path = self.root / f"step_{step:08d}"
-            is_touched = bool(inodes(path) & self.damaged)
-            try:
-                restored = flat(dtckpt.restore(path))
-            except errors.DtckptError:
-                assert is_touched, step
-                continue
-            assert restored == flat(self.states[step]), step
+@pytest.mark.parametrize("kvstore", KINDS)
+def test_a_run_goes_on_in_a_copy_of_its_root(tmp_path, kvstore):
+    """The copies are bases as good as the steps, also where they have the links, and need the old root no more."""
+    options = SaveOptions(kvstore=kvstore)
+    with CheckpointManager(tmp_path / "run", options=options, reuse=True, is_async=False) as manager:
+        for step in range(3):
+            manager.save(step, lora(step))
+    dtckpt.copy(tmp_path / "run", tmp_path / "copies", keep_links=True)
+    shutil.rmtree(tmp_path / "run")
+    with CheckpointManager(tmp_path / "copies", options=options, reuse=True, is_async=False) as manager:
+        assert manager.save(3, lora(3)).result().nbytes_reused >= 4 * MIB
+        for step in range(4):
+            assert_is(manager.path(step), lora(step))
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("number", range(amount(2, 300)))
-def test_random_histories(tmp_path, number):
-    draw = random.Random(f"{SEED} {number}")
-    history = History(tmp_path / "run", draw)
-    history.save()
-    for _ in range(amount(8, 12)):
-        getattr(history, draw.choice(["save", "save", "save", "gc", "remove", "damage", "kill"]))()
-        history.check()
+@pytest.mark.parametrize("kvstore", KINDS)
+@pytest.mark.parametrize(
+    "of_base", [{"codec": "zstd"}, {"chunk_nbytes": 64 << 10}, {"save_as_bf16": True}], ids=["codec", "chunks", "dtype"]
+)
+def test_a_base_that_stores_its_tensors_in_another_way(tmp_path, kvstore, of_base):
+    """Also where the base is in another root: nothing of the large tensors is shared, and all is right."""
+    dtckpt.save(tmp_path / "other" / "a", lora(1), options=SaveOptions(kvstore=kvstore, **of_base))
+    report = dtckpt.save(
+        tmp_path / "run" / "b", lora(2), options=SaveOptions(kvstore=kvstore), base=tmp_path / "other" / "a"
+    )
+    assert report.nbytes_reused <= 4 * 64
+    assert_is(tmp_path / "run" / "b", lora(2))
+
+
+@pytest.mark.parametrize("kvstore", KINDS)
+def test_two_managers_of_one_root(tmp_path, kvstore):
+    """One of them saves; the other is refused, and reuses what the first one left when that has ended."""
+    options = SaveOptions(kvstore=kvstore)
+    facts = {"options": options, "reuse": True, "is_async": False, "keep": 1}
+    with CheckpointManager(tmp_path, **facts) as first, CheckpointManager(tmp_path, **facts) as second:
+        first.save(0, lora(0))
+        with pytest.raises(errors.CheckpointConflictError):
+            second.save(1, lora(1))
+        first.save(1, lora(1))
+        first.close()
+        assert second.save(2, lora(2)).result().nbytes_reused >= 4 * MIB
+    assert CheckpointManager(tmp_path).all_steps() == [2]
+    assert_is(tmp_path / "step_00000002", lora(2))
+
+
+def test_tools_that_write_in_place_change_all_steps_that_share_a_file(tmp_path):
+    """Each of these steps tells it, a step that shares nothing is sound, and a scrub mends them all from a copy."""
+    with CheckpointManager(tmp_path / "run", reuse=True, is_async=False) as manager:
+        for step in range(3):
+            manager.save(step, lora(step))
+    dtckpt.save(tmp_path / "run" / "step_00000003", lora(3))
+    dtckpt.copy(tmp_path / "run", tmp_path / "copies")
+    (shared,) = (file for file in (tmp_path / "run").rglob("*") if is_shared_by(file, 3))
+    with open(shared, "r+b") as file:
+        file.write(b"?" * 100)
+
+    def sound_steps():
+        steps = [dtckpt.open_checkpoint(tmp_path / "run" / f"step_{step:08d}") for step in range(4)]
+        return [step for step, checkpoint in enumerate(steps) if checkpoint.verify().is_sound]
+
+    assert sound_steps() == [3]
+    assert len(dtckpt.scrub(tmp_path / "run").damaged) == 3
+    assert dtckpt.scrub(tmp_path / "run", source=tmp_path / "copies").is_sound
+    assert sound_steps() == [0, 1, 2, 3]
+    assert shared.stat().st_nlink == 3
+
+
+def is_shared_by(file, count):
+    """Whether this is the name of a file in step 0, of which so many steps have names."""
+    is_file = file.is_file() and file.stat().st_size > MIB
+    return is_file and "step_00000000" in file.parts and file.stat().st_nlink == count

@@ -306,3 +306,25 @@ def test_all_clients_are_refused_alike(pool, tmp_path, keys, strangers, read_onc
     answers = pool.run(sign_cases.restore, f"{path}", f"{keys[1]}", read_once, clients=2)
     assert {answer.error for answer in answers} == {"CheckpointUntrustedError"}
     assert len({answer.text for answer in answers}) == 1
+
+
+@pytest.mark.parametrize("kind", ["ocdbt", "zarr"])
+def test_a_save_does_not_take_over_the_signature_of_its_base(tmp_path, keys, kind):
+    """It shares the files that the signature covers; each checkpoint is signed for itself."""
+    private, public = keys
+    first, second = tmp_path / "a", tmp_path / "b"
+    dtckpt.save(first, state(1), options=OPTIONS[kind])
+    dtckpt.sign(first, private)
+    report = dtckpt.save(second, {**state(2), "w": state(1)["w"]}, options=OPTIONS[kind], base=first)
+    assert report.nbytes_reused >= state(1)["w"].nbytes
+    refused(second, public)
+    assert is_step(first, 1)
+    dtckpt.restore(first, options=RestoreOptions(trusted_keys=[public]))
+    dtckpt.sign(second, private)
+    assert dtckpt.restore(second, options=RestoreOptions(trusted_keys=[public]))["step"] == 2
+    # One write changes both, and both tell it.
+    shared = max((file for file in files_in(second) if file.stat().st_nlink > 1), key=lambda file: file.stat().st_size)
+    flip(shared, shared.stat().st_size // 2)
+    for each in (first, second):
+        with pytest.raises(errors.CheckpointUntrustedError):
+            dtckpt.restore(each, options=RestoreOptions(trusted_keys=[public]))
