@@ -18,7 +18,7 @@ CLIENT = "import dtckpt; dtckpt.initialize_multi_client('localhost:1')"
 def run(program, *version):
     """Run a program, with an older protobuf if one is given; return its exit code and the lines of its errors."""
     program = (OLD.format(*version) if version else "") + program
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=180, check=False)
     return done.returncode, done.stderr.splitlines()
 
 

@@ -27,7 +27,7 @@ def run(folder, **variables):
         env={**os.environ, "PYTHON": sys.executable, **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 

@@ -40,7 +40,7 @@ def test_an_installed_wheel_starts(wheel, tmp_path):
     for module in COMMANDS[name]:
         command = [sys.executable, "-m", module, "--help"]
         ended = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180, check=False
         )
         assert (ended.returncode, ended.stderr) == (0, "")
         assert ended.stdout.startswith("Usage: ")

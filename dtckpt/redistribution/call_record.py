@@ -33,7 +33,7 @@ from dtckpt.layout.layout import Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.redistribution import agreements
 from dtckpt.redistribution.agreements import Group
-from dtckpt.redistribution.exchange_plan import LayoutChange
+from dtckpt.redistribution.layout_change import LayoutChange
 
 GRACE_S = 2.0
 """How long a client that settles a call waits for others to register; the watcher waits for later clients."""

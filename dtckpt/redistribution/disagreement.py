@@ -56,7 +56,7 @@ from dtckpt.redistribution.call_record import (
     last_error,
     subject_of,
 )
-from dtckpt.redistribution.exchange_plan import LayoutChange
+from dtckpt.redistribution.layout_change import LayoutChange
 
 __all__ = ["ARGUMENTS_AXIS", "Participation", "RedistributionCall", "count_local_call", "report_error"]
 

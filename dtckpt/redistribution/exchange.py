@@ -39,13 +39,13 @@ from dtckpt.layout.mesh import Mesh
 from dtckpt.layout.region import Region
 from dtckpt.redistribution.exchange_plan import (
     Coordinates,
-    LayoutChange,
     Move,
     plan_exchange,
     reduced_axes,
     reduction_kind,
     term_of,
 )
+from dtckpt.redistribution.layout_change import LayoutChange
 from dtckpt.redistribution.messages import (
     ALIGNMENT,
     Box,

@@ -32,7 +32,7 @@ from dtckpt.layout.layout import MATCH, Layout
 from dtckpt.layout.mesh import Mesh
 from dtckpt.redistribution import disagreement
 from dtckpt.redistribution.exchange import BoxExchange, BoxTransfer, OutputBuffers
-from dtckpt.redistribution.exchange_plan import LayoutChange
+from dtckpt.redistribution.layout_change import LayoutChange
 from dtckpt.redistribution.messages import Components
 from dtckpt.redistribution.native_collective import NativeExchange, NativeTransfer, find_collective
 from dtckpt.redistribution.path_plan import plan_path

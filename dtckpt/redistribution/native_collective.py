@@ -22,7 +22,8 @@ import torch
 from dtckpt.comm import host_memory
 from dtckpt.comm.collectives import NativeCollectives, Work, average
 from dtckpt.redistribution.exchange import OutputBuffers, validate_reduction
-from dtckpt.redistribution.exchange_plan import LayoutChange, reduced_axes, reduction_kind, term_of
+from dtckpt.redistribution.exchange_plan import reduced_axes, reduction_kind, term_of
+from dtckpt.redistribution.layout_change import LayoutChange
 from dtckpt.redistribution.messages import Components, raw_values
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all_reduce", "all_gather", "reduce_scatter"

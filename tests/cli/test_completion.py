@@ -39,7 +39,7 @@ def shell(tmp_path, source):
             env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=180,
             check=True,
         )
         assert done.stderr == ""

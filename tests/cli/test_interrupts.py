@@ -164,7 +164,7 @@ def interrupt(folder, command, instant, duration):
     if instant % 2:
         time.sleep(0.002 * (instant % 7))
         process.send_signal(signal.SIGINT)  # during the cleaning-up, or at the end
-    errors = process.communicate(timeout=60)[1]
+    errors = process.communicate(timeout=180)[1]
     left = sorted(os.listdir(folder))
     if process.returncode == 0:  # it was done
         assert errors == ""

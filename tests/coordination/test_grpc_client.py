@@ -425,7 +425,7 @@ client.leave()
 @pytest.mark.processes
 def test_fork_after_the_client_was_made(port):
     """The child itself must not use gRPC, which crashes there now and then: docs/coordinator.md."""
-    subprocess.run([sys.executable, "-c", FORK, str(port)], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", FORK, str(port)], timeout=180, check=True)
 
 
 FORK_WHILE_CONNECTING = """
@@ -455,7 +455,7 @@ os._exit(0 if code == 0 else 1)
 @pytest.mark.processes
 def test_fork_while_another_thread_connects():
     """The child does not wait for a lock that no thread will release."""
-    subprocess.run([sys.executable, "-c", FORK_WHILE_CONNECTING], timeout=60, check=True)
+    subprocess.run([sys.executable, "-c", FORK_WHILE_CONNECTING], timeout=180, check=True)
 
 
 @pytest.mark.processes
@@ -483,16 +483,16 @@ def test_burst_of_arrivals():
 
     async def client(stub, task):
         who = identity("burst", task, task + 1)
-        await stub.Register(pb.RegisterRequest(task=who, num_clients=num_clients), timeout=60)
+        await stub.Register(pb.RegisterRequest(task=who, num_clients=num_clients), timeout=180)
         ready.append(task)
         while len(ready) < num_clients:
             await asyncio.sleep(0.01)
         arrival = pb.ArriveRequest(task=who, name="b", call=1, timeout_s=60, vote=pb.Vote(ok=True))
-        arrived = await stub.Arrive(arrival, timeout=60)
+        arrived = await stub.Arrive(arrival, timeout=180)
         if arrived.verdict.state != pb.BARRIER_STATE_OPEN:
             return arrived.verdict.state
         request = pb.AwaitRequest(task=who, barrier_id=arrived.barrier_id, max_wait_s=30)
-        return (await stub.Await(request, timeout=60)).verdict.state
+        return (await stub.Await(request, timeout=180)).verdict.state
 
     async def burst(port):
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -160,4 +160,4 @@ import dtckpt.interop.zarr_data_types
 
 
 def test_names_that_newer_versions_have_moved_are_taken_from_their_new_place():
-    subprocess.run([sys.executable, "-W", "error", "-c", MOVED], check=True, timeout=60)
+    subprocess.run([sys.executable, "-W", "error", "-c", MOVED], check=True, timeout=180)

@@ -19,7 +19,7 @@ from dtckpt.comm.observers import Communication, observed_by
 from dtckpt.dtensor.redistribute import redistribute_all
 from dtckpt.errors import LayoutError
 from dtckpt.redistribution.exchange import BoxExchange
-from dtckpt.redistribution.exchange_plan import LayoutChange
+from dtckpt.redistribution.layout_change import LayoutChange
 
 from .native_collective_cases import bits_of, mesh_of
 

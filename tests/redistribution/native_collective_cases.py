@@ -13,7 +13,7 @@ from support import states
 import dtckpt
 from dtckpt import UNSHARDED, Layout, Mesh
 from dtckpt.redistribution.exchange import BoxExchange
-from dtckpt.redistribution.exchange_plan import LayoutChange
+from dtckpt.redistribution.layout_change import LayoutChange
 from dtckpt.redistribution.native_collective import (
     ALL_GATHER,
     ALL_REDUCE,

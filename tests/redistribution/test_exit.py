@@ -31,6 +31,6 @@ assert asks.wait(30)
 
 def test_a_process_exits_while_the_watcher_asks_the_store():
     ran = subprocess.run(
-        [sys.executable, "-c", EXIT_WHILE_THE_WATCHER_ASKS], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", EXIT_WHILE_THE_WATCHER_ASKS], capture_output=True, text=True, timeout=180, check=False
     )
     assert (ran.returncode, ran.stderr) == (0, "")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dtckpt import UNSHARDED, Layout
-from dtckpt.redistribution.exchange_plan import LayoutChange
+from dtckpt.redistribution.layout_change import LayoutChange
 from dtckpt.redistribution.native_collective import (
     ALL_GATHER,
     ALL_REDUCE,

@@ -30,8 +30,9 @@ from dtckpt.errors import ComponentError, LayoutError, LayoutTypeError, MeshType
 from dtckpt.layout.mesh import get_default_mesh
 from dtckpt.redistribution import execute
 from dtckpt.redistribution.exchange import BoxExchange
-from dtckpt.redistribution.exchange_plan import LayoutChange, plan_exchange
+from dtckpt.redistribution.exchange_plan import plan_exchange
 from dtckpt.redistribution.execute import plan_redistribution
+from dtckpt.redistribution.layout_change import LayoutChange
 from dtckpt.redistribution.native_collective import NativeExchange, find_collective
 
 from . import redistribution_cases

@@ -216,7 +216,7 @@ def test_a_server_that_never_answers_is_not_waited_for_without_end(scheme):
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
         environment = {**inherited, **protocol.environment, protocol.url_variable: url}
         command = [sys.executable, "-c", ASK_A_MUTE, path]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=True)
     assert done.stdout.startswith(f"told: cannot open the checkpoint at {path}")
 
 

@@ -43,9 +43,10 @@ from dtckpt.checkpoint.reading.read_chunks import (
     validate_convertible,
 )
 from dtckpt.checkpoint.reading.verified_reads import COLD_THREADS, RegionReader, spare_threads
-from dtckpt.checkpoint.restoring.read_once import MIN_NBYTES, mesh_key, reads_per_byte
-from dtckpt.checkpoint.restoring.read_once import MIN_READS as MIN_SHARED_READS
+from dtckpt.checkpoint.restoring.read_once import mesh_key
 from dtckpt.checkpoint.restoring.shared_memory import NamedLeaf
+from dtckpt.checkpoint.restoring.shared_rows import MIN_NBYTES, reads_per_byte
+from dtckpt.checkpoint.restoring.shared_rows import MIN_READS as MIN_SHARED_READS
 from dtckpt.comm.host_rings import MAX_CLIENTS, NUM_SLOTS, SLOT_NBYTES, HostRings, OwnRing, RingAddress
 from dtckpt.errors import CheckpointCorruptError, StorageError
 from dtckpt.format.digest import bytes_digest

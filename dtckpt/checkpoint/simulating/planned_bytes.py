@@ -17,7 +17,7 @@ import numpy.typing as npt
 from dtckpt.checkpoint.reading.manifest_files import ArrayInfo
 from dtckpt.checkpoint.reading.plan import plan_tensor_reads
 from dtckpt.checkpoint.reading.tensor_info import TensorInfo
-from dtckpt.checkpoint.restoring.read_once import pays, rows_layout
+from dtckpt.checkpoint.restoring.shared_rows import pays, rows_layout
 from dtckpt.checkpoint.saving.plan import SavePlan, TensorPlan
 from dtckpt.checkpoint.simulating.model_shapes import ModelShapes
 from dtckpt.format.dtypes import DTYPES

@@ -25,7 +25,7 @@ from dtckpt.errors import DtckptError
 
 Tensors = Mapping[str, tuple[Sequence[int], str, str, Sequence[Any]]]
 """By name: shape, stored dtype, dtype of the target, sharding specs."""
-TIMEOUT_S = 3.0
+TIMEOUT_S = 6.0
 
 
 def restore(

@@ -8,7 +8,7 @@ from support.states import cluster_mesh, tensor_of
 
 import dtckpt
 from dtckpt import Layout, SaveOptions, abstract_mesh
-from dtckpt.checkpoint.restoring.read_once import reads_per_byte, rows_layout
+from dtckpt.checkpoint.restoring.shared_rows import reads_per_byte, rows_layout
 from dtckpt.errors import ConfigError
 from dtckpt.storage import location
 
