@@ -39,6 +39,7 @@ from dtckpt.errors import (
     CheckpointIncompleteError,
     CheckpointNotFoundError,
     CheckpointVersionError,
+    DtckptError,
     capped,
 )
 from dtckpt.format.names import DCP_METADATA_NAME, is_own_segment
@@ -209,6 +210,8 @@ def open_foreign(where: Location) -> CheckpointFiles | None:
         with nullcontext() if is_remote(where) else gc_paused():
             try:
                 index = found.form.read_index(found.folder, found.names)
+            except DtckptError:
+                raise  # `CheckpointNotFoundError` is a `FileNotFoundError`, too
             except FileNotFoundError as error:
                 # A link to nowhere, or a file that was removed after the directory was listed.
                 raise CheckpointCorruptError(
