@@ -198,6 +198,8 @@ def test_files_that_hold_something_else_are_not_committed(tmp_path, monkeypatch,
     ):
 
         class Changed:
+            is_folder = files_target.FORMATS[form].is_folder
+
             @staticmethod
             def read_index(folder, names, change=change):
                 index = read_index(folder, names)

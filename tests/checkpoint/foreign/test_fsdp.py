@@ -128,7 +128,7 @@ def test_a_missing_file_is_named_with_its_regions(folder):
 
 def test_a_file_twice_is_an_error(folder):
     shutil.copy(folder / "local_rank0.pt", folder / "local_rank1.pt")
-    with pytest.raises(errors.CheckpointCorruptError, match="expected other processes than in the other files"):
+    with pytest.raises(errors.CheckpointCorruptError, match="expected one that no other file is of"):
         dtckpt.open_checkpoint(folder)
 
 

