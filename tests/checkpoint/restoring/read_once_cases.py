@@ -13,6 +13,7 @@ import dtckpt
 from checkpoint.client_cases import mesh_over_all
 from dtckpt import Layout, RestoreOptions, RestoreReport
 from dtckpt.checkpoint.restoring import read_once as reading_once
+from dtckpt.checkpoint.restoring import shared_rows
 
 Specs = Mapping[str, Sequence[Any]]
 SHAPES = {"even": (64, 32), "uneven": (37, 11), "few rows": (2, 300), "deep": (1, 40, 6)}
@@ -42,7 +43,7 @@ def restore(
         target["plain"] = torch.zeros(3)
     reports: list[RestoreReport] = []
     options = RestoreOptions(read_once=read_once, report=reports.append, allow_unexpected=True, timeout_s=20)
-    small = mock.patch.object(reading_once, "MIN_NBYTES", min_nbytes)
+    small = mock.patch.object(shared_rows, "MIN_NBYTES", min_nbytes)
     with small, mock.patch.object(reading_once, "BATCH_NBYTES", 3000):
         dtckpt.restore(path, target, options=options)
     found = [
