@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dtckpt
 
-ANSWER_S = 120.0
+ANSWER_S = 300.0
 EVERY_STEPS = 2
 """Steps from one save in memory to the next."""
 
