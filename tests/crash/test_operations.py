@@ -1,7 +1,7 @@
 """Whatever happens at any file operation of a save: exactly the old or the new checkpoint restores, and saving goes on.
 
 The operations are system calls, TensorStore's included, of real client processes. By default a share of them is
-struck, another one each day; ``DTCKPT_TESTS=all`` strikes every one in every way, which takes an hour of two cores.
+struck, another one each day; ``DTCKPT_TESTS=all`` strikes every one in every way, which takes hours of two cores.
 """
 
 import os
