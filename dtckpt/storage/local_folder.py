@@ -69,7 +69,7 @@ FileIdentity = tuple[int, int, int]
 
 
 def file_identity(status: os.stat_result) -> FileIdentity:
-    """Return what tells a file from all others, and all its names (hard links) have in common."""
+    """Return the identity of a file. All its names (hard links) have the same identity."""
     return status.st_dev, status.st_ino, status.st_mtime_ns
 
 
@@ -127,7 +127,7 @@ class LocalFolder(Folder):
 
         Args:
             below: Names of directories from this one on.
-            is_made: Whether to make those of them that are missing.
+            is_made: Whether to make the missing directories among ``below``.
 
         Raises:
             NotADirectoryError: A name below the base refers to a link, or to another entry that is no directory.

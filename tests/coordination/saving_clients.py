@@ -97,7 +97,7 @@ def _save(path: str, timeout_s: float = 40.0, *, devices: int = 1, size: int = N
 
 
 def _save_unevenly(path: str) -> str:
-    """Save what is split so that clients share chunks: the only kind of save that has a barrier ``save/edges``."""
+    """Save a tensor whose chunks the clients share: only such a save has a barrier ``save/edges``."""
     return _save(path, devices=2, size=UNEVEN_SIZE)
 
 

@@ -1,6 +1,6 @@
 """Random histories of a root that saves share: saves with reuse, removals, damage, copies, scrubs, kills, restores.
 
-Each action runs in a client process of its own, which may be killed before a random one of its file operations. After
+Each action runs in a new client process, which may be killed before a random file operation. After
 each action every listed step, of the root and of its copies, is whole and right, or has a file that was damaged here.
 """
 
@@ -69,7 +69,7 @@ def bits_of_tree(tree: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return {name: bits_of(tensor) for name, tensor in tree.items()}
 
 
-# --- what was damaged -------------------------------------------------------------------------------------------------
+# --- damaged files ----------------------------------------------------------------------------------------------------
 
 
 class Damages:

@@ -43,7 +43,7 @@ def test_an_error_of_all_clients_is_raised_at_once(pool):
     seen, seconds = asked(pool, ["dim too large"] * 3)
     assert {first[0] for first, *_ in seen} == {"LayoutError"}
     assert [rest for _, *rest in seen] == [[True, True]] * 3
-    assert seconds < 10, "they waited for each other"
+    assert seconds < 5, "they waited for each other"
 
 
 @pytest.mark.parametrize(

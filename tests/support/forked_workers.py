@@ -8,7 +8,7 @@
       '-- hands out the batches; shows, counts and keeps the reports, as if it had run the tests
 
 Workers with separate interpreters, as in xdist, would each import and collect the same: ten seconds of the processor.
-This process must not have threads when it forks, and uses nothing but what it imports until then.
+This process must not have threads when it forks, and uses only modules that it has imported by then.
 """
 
 from __future__ import annotations

@@ -229,7 +229,9 @@ def open_foreign(where: Location) -> CheckpointFiles | None:
 
 def beside_own(folder: Folder) -> list[str]:
     """Return the names in a local folder with a checkpoint of this library that may be one of another. Blocks."""
-    names = folder.names() if isinstance(folder, LocalFolder) else []
+    names: Collection[str] = ()
+    with suppress(PermissionError):  # a directory may be open for reading and closed for listing
+        names = folder.names() if isinstance(folder, LocalFolder) else ()
     # `interop.dcp` writes metadata, for trainers that look for them.
     others = [name for name in names if name != DCP_METADATA_NAME]
     found = [form for form in FORMATS.values() if form.is_folder(others)]

@@ -78,7 +78,7 @@ class HeldPart:
         return cls(index, index_file, file.view, set())
 
     def lacking(self) -> list[int]:
-        """Return the numbers of the pieces to pull: those that are not here, without what comes with another piece."""
+        """Return the numbers of the pieces to pull, without pieces of tied tensors that come with another piece."""
         tied = {number for others in self._tied.values() for number in others}
         return [number for number in range(len(self.index.pieces)) if number not in self._has and number not in tied]
 

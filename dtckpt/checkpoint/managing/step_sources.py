@@ -20,8 +20,8 @@ class StepSources:
 
     Args:
         folders: The steps of the root.
-        copies: The mirror; None if there is none.
-        tier: The local tier; None if there is none.
+        copies: The mirror; None: the manager has no mirror.
+        tier: The local tier; None: the manager has no tier.
     """
 
     def __init__(self, folders: StepFolders, copies: MirrorCopies | None, tier: TierSaves | None) -> None:

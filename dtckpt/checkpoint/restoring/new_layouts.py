@@ -15,7 +15,7 @@ from dtckpt.format.digest import bytes_digest
 from dtckpt.layout.mesh import Mesh
 
 MAX_MESHES = 16
-"""Bound on the meshes that are compared: their facts must fit a barrier's payload."""
+"""Most meshes that a client tells of: their facts must fit a barrier's payload. With more, it tells of none."""
 _CURE = "pass the same mesh and layouts on all clients of a mesh"
 
 MeshFacts = Mapping[str, tuple[str, int, bool]]
@@ -33,13 +33,13 @@ def mesh_facts(leaves: Iterable[NamedLeaf], client: int, participants: Iterable[
     for mesh, texts in layouts.items():
         digest = f"{bytes_digest(repr(sorted(texts)).encode()):016x}"
         facts[mesh_key(mesh)] = digest, len(restoring.intersection(mesh.clients)), client in mesh.clients
-    return dict(sorted(facts.items())[:MAX_MESHES])
+    return facts if len(facts) <= MAX_MESHES else {}
 
 
 def validate_same_layouts(facts: Mapping[int, MeshFacts]) -> None:
     """Check that all clients of a mesh make the same tensors on it.
 
-    A client that fills a target, or makes plain tensors only, tells of no mesh, and agrees with all others.
+    A client that fills a target, makes plain tensors only, or has too many meshes, tells of none: it agrees with all.
 
     Args:
         facts: The `mesh_facts` of every client.

@@ -334,7 +334,7 @@ def _unsupported(mesh: dtckpt.Mesh) -> dict[str, Callable[[], Any]]:
 
 
 def refuse_kinds(root: Path) -> Any:
-    """Client 1 of three has a leaf of a kind that no save takes, in its state, then in its target; then nobody has."""
+    """Client 1 of three has a leaf that no save takes, in its state, then in its target. Then no client has one."""
     process, told = Process(), list[Any]()
     process.join([0, 1, 2])
     manager = CheckpointManager(root, options=SAVES)
